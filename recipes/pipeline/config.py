@@ -1,7 +1,6 @@
 """Schema of conf/: every option, its type, its default and its unit. Defaults live here and nowhere else.
 
-A recipe is `@recipe("lora")` around a function of the resolved config. Composing happens through Hydra; whatever is wrong
-with a key or a value ends in one line that names the key, the value and what is allowed.
+`check` holds the rules between fields; what depends on the machine or the data is in preflight.py.
 """
 
 from __future__ import annotations
@@ -17,21 +16,25 @@ class InputError(ValueError):
     """Something the user can mend: the message is one line that names the file, row, key or option and the way out."""
 
 
-Dtype = Enum("Dtype", ["float32", "bfloat16"])
-Implementation = Enum("Implementation", ["vendored", "stock"])
-Holdout = Enum("Holdout", ["random", "first"])
-Template = Enum("Template", ["alpaca", "llama2_chat", "llama3_chat", "tokenizer"])
-LossOn = Enum("LossOn", ["response", "all"])
-Batching = Enum("Batching", ["padded", "concatenated", "packed"])
-TooLong = Enum("TooLong", ["truncate", "drop"])
-Side = Enum("Side", ["left", "right"])
-AdapterKind = Enum("AdapterKind", ["lora", "none"])
-Bias = Enum("Bias", ["none", "all", "lora_only"])
-Device = Enum("Device", ["auto", "cpu", "cuda", "hpu", "lazy"])
-Attention = Enum("Attention", ["auto", "eager", "sdpa", "flex", "fused_sdpa"])
-Ops = Enum("Ops", ["auto", "eager", "hpu"])
-Strategy = Enum("Strategy", ["no", "steps", "epoch"])
-Scheduler = Enum("Scheduler", ["linear", "cosine", "constant", "constant_with_warmup"])
+def _choice(name: str, words: str) -> type[Enum]:
+    return Enum(name, {word: word for word in words.split()})  # string values: OmegaConf then refuses numbers
+
+
+Dtype = _choice("Dtype", "float32 bfloat16")
+Implementation = _choice("Implementation", "vendored stock")
+Holdout = _choice("Holdout", "random first")
+Template = _choice("Template", "alpaca llama2_chat llama3_chat tokenizer")
+LossOn = _choice("LossOn", "response all")
+Batching = _choice("Batching", "padded concatenated packed")
+TooLong = _choice("TooLong", "truncate drop")
+Side = _choice("Side", "left right")
+AdapterKind = _choice("AdapterKind", "lora none")
+Bias = _choice("Bias", "none all lora_only")
+Device = _choice("Device", "auto cpu cuda hpu lazy")
+Attention = _choice("Attention", "auto eager sdpa flex fused_sdpa")
+Ops = _choice("Ops", "auto eager hpu")
+Strategy = _choice("Strategy", "no steps epoch")
+Scheduler = _choice("Scheduler", "linear cosine constant constant_with_warmup")
 
 
 @dataclass
@@ -40,7 +43,9 @@ class ModelConfig:
     name_or_path: str = MISSING
     revision: str | None = None  # hub revision
     config: dict[str, Any] = field(default_factory=dict)  # LlamaConfig fields, for name_or_path=random only
-    tokenizer: str | None = None  # null: the model's own; bytes: one id per byte, for random models; else folder or hub id
+    tokenizer: str | None = (
+        None  # null: the model's own; bytes: one id per byte, for random models; else folder or hub id
+    )
     pad_token: str | None = None  # null: the model's own; else a token that the vocabulary already holds
     dtype: Dtype = Dtype.float32  # of the frozen weights
     implementation: Implementation = Implementation.vendored  # stock: transformers' own Llama, for comparison
@@ -60,7 +65,9 @@ class DataConfig:
     split: str = "train"  # hub data sets only
     eval_path: str | None = None  # held-out file, folder or hub id; null: a share of `path`
     eval_split: str | None = None  # held-out split of the hub data set; null: a share of `split`
-    validation_split_percentage: float = 10.0  # percent of the records held out when there is no eval_path or eval_split
+    validation_split_percentage: float = (
+        10.0  # percent of the records held out when there is no eval_path or eval_split
+    )
     holdout: Holdout = Holdout.random  # which records are held out: random (by seed) or the first ones of the file
     holdout_seed: int = 42  # apart from `seed`, so that other training seeds are evaluated on the same records
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
@@ -165,7 +172,9 @@ class BaselineConfig:
     name: str | None = None
     source: str = ""
     metrics: dict[str, float] = field(default_factory=dict)  # keys of all_results.json
-    tolerance: dict[str, float] = field(default_factory=dict)  # absolute, two-sided; a metric without one is only reported
+    tolerance: dict[str, float] = field(
+        default_factory=dict
+    )  # absolute, two-sided; a metric without one is only reported
 
 
 @dataclass
@@ -180,3 +189,94 @@ class LoraRecipe:
     seed: int = 42
     dry_run: bool = False  # resolve, check, print the run plan, stop
     debug: bool = False  # tracebacks, and each rank's messages
+
+
+def check(cfg: LoraRecipe) -> None:
+    """Rules between fields, without a look at the machine. Raises InputError for the first that is broken."""
+    _check_ranges(cfg)
+    _check_runtime(cfg.runtime)
+    _check_deepspeed(cfg)
+    model, data, train, adapter = cfg.model, cfg.data, cfg.train, cfg.adapter
+    if (model.name_or_path == "random") != bool(model.config):
+        raise InputError("model.config belongs to model.name_or_path=random, and only to it")
+    if data.validation_split_percentage == 0 and train.do_eval and not (data.eval_path or data.eval_split):
+        raise InputError(
+            "data.validation_split_percentage=0 leaves nothing to evaluate; set data.eval_path or train.do_eval=false"
+        )
+    if train.do_train and adapter.kind is AdapterKind.none:
+        raise InputError("adapter=none has nothing to train; set train.do_train=false or adapter=lora")
+    if not (train.do_train or train.do_eval):
+        raise InputError("train.do_train=false and train.do_eval=false leave nothing to do")
+    if train.eval_strategy is Strategy.steps and not train.eval_steps:
+        raise InputError("train.eval_strategy=steps needs train.eval_steps")
+    if train.load_best_model_at_end and (
+        train.save_strategy is not train.eval_strategy or train.eval_strategy is Strategy.no
+    ):
+        raise InputError("train.load_best_model_at_end needs train.save_strategy and train.eval_strategy of one kind")
+    if train.resume_from_checkpoint and not train.do_train:
+        raise InputError(
+            "train.resume_from_checkpoint goes on training; to evaluate a checkpoint give adapter.path=CHECKPOINT"
+        )
+
+
+def _check_ranges(cfg: LoraRecipe) -> None:
+    positive = {
+        "train": [
+            "per_device_train_batch_size",
+            "per_device_eval_batch_size",
+            "gradient_accumulation_steps",
+            "logging_steps",
+        ],
+        "data": ["max_seq_length", "pad_to_multiple_of"],
+        "adapter": ["r"],
+        "runtime": ["loss_chunk"],
+    }
+    for group, names in positive.items():
+        for name in names:
+            if (value := getattr(getattr(cfg, group), name)) < 1:
+                raise InputError(f"{group}.{name}={value}: takes 1 or more")
+    if cfg.train.max_steps == 0 or (cfg.train.max_steps < 0 and cfg.train.num_train_epochs <= 0):
+        raise InputError(
+            "train.max_steps=0 or train.num_train_epochs=0 trains nothing; set train.do_train=false instead"
+        )
+    if not 0 <= cfg.data.validation_split_percentage < 100:
+        raise InputError(
+            f"data.validation_split_percentage={cfg.data.validation_split_percentage}: takes 0 to below 100 (percent)"
+        )
+    if not 0 <= cfg.adapter.lora_dropout < 1:
+        raise InputError(f"adapter.lora_dropout={cfg.adapter.lora_dropout}: takes 0 to below 1")
+
+
+def _check_runtime(runtime: RuntimeConfig) -> None:
+    lazy_off = runtime.lazy is False or (runtime.lazy is None and runtime.device in (Device.cpu, Device.cuda))
+    if runtime.compile and (runtime.lazy or runtime.device is Device.lazy):
+        raise InputError("runtime.compile=true and lazy execution exclude each other; set runtime.lazy=false")
+    if runtime.mark_step and lazy_off:
+        raise InputError(
+            "runtime.mark_step=true breaks lazy graphs, and runtime.lazy is false here; leave it null to follow lazy"
+        )
+    for name in ("pipelining_fwd_bwd", "use_hpu_graphs_for_inference"):
+        if getattr(runtime, name) and (lazy_off or runtime.compile):
+            raise InputError(f"runtime.{name}=true exists in lazy mode only; set runtime.lazy=true or leave it out")
+    for name in ("flash_attention_recompute", "flash_attention_fast_softmax", "flash_attention_causal_mask"):
+        if getattr(runtime, name) and runtime.attention is not Attention.fused_sdpa:
+            raise InputError(f"runtime.{name}=true needs runtime.attention=fused_sdpa")
+    if "PT_HPU_LAZY_MODE" in runtime.environment:
+        raise InputError("runtime.environment.PT_HPU_LAZY_MODE: lazy mode is said once, in runtime.lazy")
+
+
+def _check_deepspeed(cfg: LoraRecipe) -> None:
+    for key, instead in {
+        "optimizer": "train.*",
+        "scheduler": "train.lr_scheduler_type",
+        "fp16": "model.dtype=bfloat16",
+    }.items():
+        if key in cfg.deepspeed:
+            raise InputError(
+                f"deepspeed.{key}: the trainer's optimizer and schedule are used; say it in {instead} instead"
+            )
+    stage = (cfg.deepspeed.get("zero_optimization") or {}).get("stage")
+    if cfg.deepspeed and stage not in (0, 1, 2, 3):
+        raise InputError(f"deepspeed.zero_optimization.stage={stage}: takes 0, 1, 2 or 3")
+    if cfg.deepspeed and cfg.runtime.device is Device.lazy:
+        raise InputError("deepspeed does not run on torch's lazy engine; use deepspeed=none with runtime=cpu_lazy")
