@@ -77,10 +77,11 @@ def _run(name: str, function: Callable[[Any], None]) -> None:
             function(resolve(cfg, SCHEMAS[name]))
         except InputError as error:  # kept from Hydra, which would print lines of its own around it
             refused.append(error)
-            if run_folder().is_dir() and not any(run_folder().iterdir()):
-                run_folder().rmdir()
         except OSError as error:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        finally:
+            if run_folder().is_dir() and not any(run_folder().iterdir()):
+                run_folder().rmdir()
 
     try:
         hydra.main(version_base="1.3", config_path=str(REPOSITORY / "conf"), config_name=name)(task)()
@@ -152,6 +153,10 @@ def _run_stamp() -> str:
 
 def _fail(message: str, status: int) -> None:
     rank = os.environ.get("RANK", "0")
+    distributed = sys.modules.get("torch.distributed")
+    if rank != "0" and not (distributed and distributed.is_initialized()):
+        time.sleep(2)  # every rank has found the same: rank 0 says it before the launcher ends the others
+        sys.exit(status)
     where = f"rank {rank}: " if rank != "0" else ""
     print(f"{where}error: {message}", file=sys.stderr, flush=True)
     sys.exit(status)

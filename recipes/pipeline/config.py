@@ -23,7 +23,7 @@ def _choice(name: str, words: str) -> type[Enum]:
 Dtype = _choice("Dtype", "float32 bfloat16")
 Implementation = _choice("Implementation", "vendored stock")
 Holdout = _choice("Holdout", "random first")
-Template = _choice("Template", "alpaca llama2_chat llama3_chat tokenizer")
+Template = _choice("Template", "alpaca alpaca_joined llama2_chat llama3_chat tokenizer")
 LossOn = _choice("LossOn", "response all")
 Batching = _choice("Batching", "padded concatenated packed")
 TooLong = _choice("TooLong", "truncate drop")
@@ -43,6 +43,8 @@ class ModelConfig:
     name_or_path: str = MISSING
     revision: str | None = None  # hub revision
     config: dict[str, Any] = field(default_factory=dict)  # LlamaConfig fields, for name_or_path=random only
+    # LlamaConfig's sizes of a model with weights, for plans on a machine that has not got them; nothing is built from it
+    shape: dict[str, Any] = field(default_factory=dict)
     tokenizer: str | None = (
         None  # null: the model's own; bytes: one id per byte, for random models; else folder or hub id
     )
@@ -71,6 +73,7 @@ class DataConfig:
     holdout: Holdout = Holdout.random  # which records are held out: random (by seed) or the first ones of the file
     holdout_seed: int = 42  # apart from `seed`, so that other training seeds are evaluated on the same records
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    # alpaca_joined: no newline before the response, tokenised as one text (the measured 70B run); needs loss_on=all
     template: Template = Template.alpaca
     system_prompt: str | None = None  # chat templates only
     loss_on: LossOn = LossOn.response
