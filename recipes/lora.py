@@ -29,7 +29,7 @@ def main(cfg: LoraRecipe) -> None:
     tokenizer = model.load_tokenizer(cfg.model)
     records = data.build_data(cfg, tokenizer, runtime.rank0_first)
     llama = model.build_model(cfg, tokenizer, runtime)
-    report.introduce(runtime, data.describe(records, tokenizer), model.describe_model(llama))
+    report.introduce(runtime, folder, records, tokenizer, llama)
     results = trainer.run(
         cfg, runtime, trainer.build_trainer(cfg, runtime, arguments, llama, tokenizer, records), checkpoint
     )

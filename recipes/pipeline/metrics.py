@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from recipes.pipeline.batches import IGNORED
 from recipes.pipeline.runtime import Runtime
 
-IGNORED = -100
 # exp of more nats than this is beyond a float
 LARGEST_LOSS = math.log(torch.finfo(torch.float64).max)
 

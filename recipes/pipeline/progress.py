@@ -77,7 +77,7 @@ class ProgressBar(TrainerCallback):
     def on_prediction_step(
         self, args: Any, state: Any, control: Any, eval_dataloader: Any = None, **kwargs: Any
     ) -> None:
-        if not self.trainer.runtime.is_main:
+        if not self.trainer.runtime.is_main or (self.steps is not None and not sys.stderr.isatty()):
             return
         if self.batches is None:
             self.batches = _bar(len(eval_dataloader), "evaluation", "batch", leave=False)

@@ -11,9 +11,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+from transformers import PreTrainedTokenizerBase
+
 from recipes.pipeline.compose import REPOSITORY, to_yaml
 from recipes.pipeline.config import InputError, LoraRecipe
+from recipes.pipeline.data import Data, describe
 from recipes.pipeline.metrics import compare_with_baseline, write_json, write_results
+from recipes.pipeline.model import describe_model
 from recipes.pipeline.progress import read_log
 from recipes.pipeline.runtime import Runtime
 
@@ -77,6 +82,20 @@ def _git(*arguments: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def introduce(
+    runtime: Runtime, folder: Path, data: Data, tokenizer: PreTrainedTokenizerBase, model: torch.nn.Module
+) -> None:
+    """Say on rank 0 what is about to be trained on what; keep the data's counts and fingerprint in data.json. Collective."""
+    described = describe_model(model)
+    if not runtime.is_main:
+        return
+    mode = "lazy" if runtime.lazy else "eager"
+    print(f"device        {runtime.kind}, {mode}, {runtime.world_size} rank(s), backend {runtime.backend}")
+    print(described)
+    print(describe(data, tokenizer), flush=True)
+    write_json(folder / "data.json", {"counts": data.counts, "fingerprint": data.fingerprint})
 
 
 def finish(cfg: LoraRecipe, runtime: Runtime, folder: Path, results: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -152,8 +153,9 @@ def environment(cfg: LoraRecipe, kind: str, lazy: bool) -> dict[str, str]:
         wanted["PT_HPU_LAZY_MODE"] = "1" if lazy else "0"
     if kind == "lazy":
         wanted["ACCELERATE_TORCH_DEVICE"] = "lazy"
-    if cfg.deepspeed:
-        wanted["DS_ACCELERATOR"] = kind
+    wanted["DS_ACCELERATOR"] = (
+        "cpu" if kind == "lazy" else kind
+    )  # transformers imports DeepSpeed wherever it is installed
     wanted.update({name: str(value) for name, value in cfg.runtime.environment.items()})
     for name, value in wanted.items():
         if os.environ.get(name, value) != value:
@@ -198,6 +200,9 @@ def _detect(runtime: RuntimeConfig) -> str:
 def _connect(cfg: LoraRecipe, runtime: Runtime) -> None:
     import torch
 
+    if not cfg.debug:
+        # DeepSpeed calls collectives by names that newer torch renames: one line a call
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     if runtime.kind == "hpu":
         _import_habana()
     if runtime.kind == "cuda":

@@ -14,13 +14,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from recipes.pipeline.adapter import save_adapter
 from recipes.pipeline.config import Batching, Dtype, InputError, LoraRecipe, Strategy
 from recipes.pipeline.data import Data, blank_rows
-from recipes.pipeline.metrics import EvaluationSums, Throughput, count_targets, target_sums
+from recipes.pipeline.metrics import EvaluationSums, Throughput, count_targets, memory_of_all_ranks, target_sums
 from recipes.pipeline.progress import ProgressBar, StepLog
 from recipes.pipeline.runtime import Runtime
 
@@ -138,13 +139,18 @@ def build_trainer(
         model=model,
         args=arguments,
         train_dataset=data.train if cfg.train.do_train else None,
-        eval_dataset=blank_rows(data.eval, rows) if cfg.train.do_eval else None,
+        eval_dataset=blank_rows(_by_length(data.eval), rows) if cfg.train.do_eval else None,
         data_collator=data.collator,
         processing_class=tokenizer,
         **extra,
     )
     trainer.prepare(cfg, runtime, len(data.eval) if cfg.train.do_eval else 0)
     return trainer
+
+
+def _by_length(rows: datasets.Dataset) -> datasets.Dataset:
+    # Like lengths share a batch: less padding; the figures don't depend on it
+    return rows.select(sorted(range(len(rows)), key=rows["length"].__getitem__, reverse=True))
 
 
 class LoraTrainerMixin:
@@ -156,6 +162,8 @@ class LoraTrainerMixin:
         self.throughput = Throughput(runtime, cfg.train.throughput_warmup_steps)
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.first_bad_step = torch.tensor(-1, device=runtime.device)
+        self.loss_since_log = torch.zeros((), device=runtime.device)
+        self.logged_step = 0
         self.step_samples: int = 0
         self.step_tokens: torch.Tensor | int = 0
         for callback in list(self.callback_handler.callbacks):
@@ -206,13 +214,18 @@ class LoraTrainerMixin:
         loss = super().training_step(model, inputs, num_items_in_batch)
         unseen_and_bad = (self.first_bad_step < 0) & ~torch.isfinite(loss)
         self.first_bad_step = torch.where(unseen_and_bad, self.state.global_step + 1, self.first_bad_step)
+        self.loss_since_log = self.loss_since_log + loss
         if self.runtime.kind == "lazy":
             self.runtime.mark_step()
         return loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:  # the base has rounded it to four digits, too few to compare two runs
+            steps = self.state.global_step - self.logged_step
+            logs["loss"] = self.accelerator.gather(self.loss_since_log.reshape(1)).mean().item() / steps
+            self.loss_since_log, self.logged_step = torch.zeros_like(self.loss_since_log), self.state.global_step
         super().log(logs, start_time)
-        if "loss" in logs and not math.isfinite(logs["loss"]):
+        if not math.isfinite(logs.get("loss", 0.0)):
             raise InputError(self._bad_loss(logs["loss"]))
 
     def _bad_loss(self, loss: float) -> str:
@@ -226,19 +239,21 @@ class LoraTrainerMixin:
     # Evaluation: sums over all batches and ranks, divided once
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        if self.is_in_train:
-            self.throughput.pause()
+        self.throughput.pause()
         metrics = super().evaluate(*args, **kwargs)
+        self.evaluations.append((self.state.global_step, metrics))
         self.throughput.start()
         return metrics
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler:
+        return torch.utils.data.SequentialSampler(
+            eval_dataset
+        )  # the base draws a new order each time when grouping by length
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self.sums = EvaluationSums()
         output = super().evaluation_loop(*args, **kwargs)
-        figures = self.sums.result(self.runtime)
-        figures["eval_samples"] = self.eval_samples
-        self.evaluations.append((self.state.global_step, figures))
-        output.metrics.update(figures)
+        output.metrics.update(self.sums.result(self.runtime), eval_samples=self.eval_samples)
         return output._replace(num_samples=self.eval_samples)
 
     # Optimizer and checkpoints
@@ -324,15 +339,17 @@ def run(cfg: LoraRecipe, runtime: Runtime, trainer: Trainer, checkpoint: Path | 
         save_adapter(trainer.accelerator.unwrap_model(trainer.model), folder / "adapter", trainer.processing_class)
     if cfg.train.do_eval:
         results |= _final_evaluation(cfg, trainer)
-    return results
+    return results | memory_of_all_ranks(runtime)
 
 
 def _final_evaluation(cfg: LoraRecipe, trainer: Trainer) -> dict[str, Any]:
     before = next((figures for step, figures in trainer.evaluations if step == 0), None)
-    metrics = trainer.evaluate()
+    last_step, metrics = trainer.evaluations[-1] if trainer.evaluations else (-1, {})
+    if last_step != trainer.state.global_step or cfg.train.load_best_model_at_end or not cfg.train.do_train:
+        metrics = trainer.evaluate()
     if cfg.train.do_train and before is not None:
-        metrics |= {"eval_loss_before": before["eval_loss"], "perplexity_before": before["perplexity"]}
-    return {name: value for name, value in metrics.items() if not name.startswith("eval_model_preparation")}
+        metrics = metrics | {"eval_loss_before": before["eval_loss"], "perplexity_before": before["perplexity"]}
+    return metrics
 
 
 def _nothing_left(trainer: Trainer, checkpoint: Path) -> bool:
