@@ -142,6 +142,8 @@ def blank_rows(dataset: datasets.Dataset, multiple: int) -> datasets.Dataset:
 
 def padding_share(lengths: Sequence[int], cfg: LoraRecipe, collator: Collator, rows: int) -> float:
     """Share of padding in batches of `rows` rows, formed as the trainer's own sampler does in a first epoch of one rank."""
+    if not lengths:
+        return 0.0
     order = list(range(len(lengths)))
     if cfg.train.group_by_length and cfg.data.batching is Batching.padded:
         import torch
@@ -150,7 +152,7 @@ def padding_share(lengths: Sequence[int], cfg: LoraRecipe, collator: Collator, r
         order = get_length_grouped_indices(list(lengths), rows, generator=torch.Generator().manual_seed(cfg.seed))
     batches = [[lengths[i] for i in order[n : n + rows]] for n in range(0, len(order), rows)]
     total = sum(padded_length(max(batch), collator) * len(batch) for batch in batches)
-    return 1 - sum(lengths) / total if total else 0.0
+    return 1 - sum(lengths) / total
 
 
 def collator_for(cfg: LoraRecipe, pad_token_id: int) -> Collator:

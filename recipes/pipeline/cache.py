@@ -51,7 +51,7 @@ class Entry:
                 new = Path(aside) / "new"
                 with _no_progress_bars():
                     for name, dataset in splits.items():
-                        dataset.save_to_disk(str(new / name))
+                        dataset.save_to_disk(str(new / name), num_shards=1)
                 record = {**meta, "splits": list(splits), "checksums": _checksums(new)}
                 (new / _META).write_text(json.dumps(record))
                 self._place(new, Path(aside) / "damaged")

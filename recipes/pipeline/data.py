@@ -79,8 +79,7 @@ def _sources(cfg: LoraRecipe) -> tuple[records.Source, records.Source | None]:
     data = cfg.data
     train = records.locate(data.path, "data.path", data.split)
     if data.eval_path is not None:
-        held_out = records.locate(data.eval_path, "data.eval_path", data.eval_split or data.split)
-        return train, held_out
+        return train, records.locate(data.eval_path, "data.eval_path", data.eval_split or data.split)
     if data.eval_split is None:
         return train, None
     if train.files:
@@ -275,16 +274,16 @@ def _require_rows(cfg: LoraRecipe, splits: dict[str, datasets.Dataset], counts: 
 
 def describe(data: Data, tokenizer: PreTrainedTokenizerBase) -> str:
     """Counts of both splits and the first rows decoded, trained tokens bold on a terminal, in ⟦ ⟧ elsewhere."""
-    lines = [f"{'':8}{'records':>9}{'rows':>9}{'tokens':>12}{'targets':>12}{'padding':>9}"]
+    facts = data.fingerprint
+    lines = [f"loss on {facts['loss_on']} tokens, {facts['batching']}, up to {facts['max_seq_length']} tokens a row"]
+    lines += [f"{'':8}{'records':>9}{'rows':>9}{'tokens':>12}{'targets':>12}{'padding':>9}"]
     for name, c in data.counts.items():
         padding = f"{100 * c['padding']:.1f} %"
         lines.append(f"{name:8}{c['kept']:>9,}{c['rows']:>9,}{c['tokens']:>12,}{c['targets']:>12,}{padding:>9}")
     for name, c in data.counts.items():
         lines += [f"{name}: {n:,} of {c['records']:,} records dropped ({reason})" for reason, n in c["dropped"].items()]
         if c["truncated"]:
-            lines.append(
-                f"{name}: {c['truncated']:,} responses cut at {data.fingerprint['max_seq_length']} tokens, without eos"
-            )
+            lines.append(f"{name}: {c['truncated']:,} responses cut at {facts['max_seq_length']} tokens, without eos")
         if c["remainder"]:
             lines.append(f"{name}: {c['remainder']:,} tokens at the end fill no row")
         if c.get("overlap"):
