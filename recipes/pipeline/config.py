@@ -281,5 +281,9 @@ def _check_deepspeed(cfg: LoraRecipe) -> None:
     stage = (cfg.deepspeed.get("zero_optimization") or {}).get("stage")
     if cfg.deepspeed and stage not in (0, 1, 2, 3):
         raise InputError(f"deepspeed.zero_optimization.stage={stage}: takes 0, 1, 2 or 3")
+    if cfg.model.implementation is Implementation.stock and cfg.runtime.device is Device.lazy:
+        raise InputError("model.implementation=stock does not run on torch's lazy engine (it asks for autocast there)")
+    if cfg.model.implementation is Implementation.stock and cfg.data.batching is Batching.packed:
+        raise InputError("model.implementation=stock lets packed records see each other; use data.batching=padded")
     if cfg.deepspeed and cfg.runtime.device is Device.lazy:
         raise InputError("deepspeed does not run on torch's lazy engine; use deepspeed=none with runtime=cpu_lazy")

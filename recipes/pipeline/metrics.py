@@ -84,7 +84,8 @@ class Throughput:
 
     def __init__(self, runtime: Runtime, warmup: int) -> None:
         self.runtime, self.warmup = runtime, warmup
-        self.steps = self.samples = 0
+        self.steps = 0
+        self.samples: torch.Tensor | int = 0
         self.tokens: torch.Tensor | int = 0
         self.seconds = 0.0
         self.mark = 0.0
@@ -100,7 +101,7 @@ class Throughput:
             self.seconds += time.perf_counter() - self.mark
         self.mark = time.perf_counter()
 
-    def step(self, samples: int, tokens: torch.Tensor | int) -> None:
+    def step(self, samples: torch.Tensor | int, tokens: torch.Tensor | int) -> None:
         """An optimizer step has ended that used `samples` rows and `tokens` tokens of this rank (padding not counted)."""
         if self.skipped < self.warmup:
             self.skipped += 1
@@ -109,7 +110,7 @@ class Throughput:
                 self.mark = time.perf_counter()
             return
         self.steps += 1
-        self.samples += samples
+        self.samples = self.samples + samples
         self.tokens = self.tokens + tokens
 
     def tokens_per_second(self) -> float | None:

@@ -26,6 +26,7 @@ class StepLog(TrainerCallback):
         self.trainer.throughput.step(self.trainer.step_samples, self.trainer.step_tokens)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.logged_step = state.global_step  # above 0 when resumed
         if state.global_step and self.trainer.runtime.is_main:
             self._forget_after(state.global_step)
 

@@ -19,11 +19,13 @@ import torch
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from recipes.pipeline.adapter import save_adapter
+from recipes.pipeline.batches import IGNORED
 from recipes.pipeline.config import Batching, Dtype, InputError, LoraRecipe, Strategy
 from recipes.pipeline.data import Data, blank_rows
 from recipes.pipeline.metrics import EvaluationSums, Throughput, count_targets, memory_of_all_ranks, target_sums
 from recipes.pipeline.progress import ProgressBar, StepLog
 from recipes.pipeline.runtime import Runtime
+from recipes.pipeline.sampler import EpochSampler
 
 # An index that selects no position: the loss needs no logits
 NO_LOGITS = torch.empty(0, dtype=torch.long)
@@ -134,17 +136,18 @@ def build_trainer(
         fused = {name: getattr(cfg.runtime, name) for name in ("use_fused_adam", "use_fused_clip_norm")}
         extra = {"gaudi_config": GaudiConfig(**fused)}
     trainer_class = type(f"Lora{base.__name__}", (LoraTrainerMixin, base), {})
-    rows = cfg.train.per_device_eval_batch_size * runtime.world_size
+    eval_rows = cfg.train.per_device_eval_batch_size * runtime.world_size
+    train_rows = 1 if cfg.train.dataloader_drop_last else cfg.train.per_device_train_batch_size * runtime.world_size
     trainer = trainer_class(
         model=model,
         args=arguments,
-        train_dataset=data.train if cfg.train.do_train else None,
-        eval_dataset=blank_rows(_by_length(data.eval), rows) if cfg.train.do_eval else None,
+        train_dataset=blank_rows(data.train, train_rows) if cfg.train.do_train else None,
+        eval_dataset=blank_rows(_by_length(data.eval), eval_rows) if cfg.train.do_eval else None,
         data_collator=data.collator,
         processing_class=tokenizer,
         **extra,
     )
-    trainer.prepare(cfg, runtime, len(data.eval) if cfg.train.do_eval else 0)
+    trainer.prepare(cfg, runtime, data)
     return trainer
 
 
@@ -156,15 +159,16 @@ def _by_length(rows: datasets.Dataset) -> datasets.Dataset:
 class LoraTrainerMixin:
     """In front of Trainer or GaudiTrainer. `prepare` must be called once before use."""
 
-    def prepare(self, cfg: LoraRecipe, runtime: Runtime, eval_samples: int) -> None:
-        self.cfg, self.runtime, self.eval_samples = cfg, runtime, eval_samples
+    def prepare(self, cfg: LoraRecipe, runtime: Runtime, data: Data) -> None:
+        self.cfg, self.runtime = cfg, runtime
+        self.train_samples, self.eval_samples = len(data.train), len(data.eval)  # without the blank rows
         self.sums = EvaluationSums()
         self.throughput = Throughput(runtime, cfg.train.throughput_warmup_steps)
         self.evaluations: list[tuple[int, dict[str, float]]] = []
         self.first_bad_step = torch.tensor(-1, device=runtime.device)
         self.loss_since_log = torch.zeros((), device=runtime.device)
         self.logged_step = 0
-        self.step_samples: int = 0
+        self.step_samples: torch.Tensor | int = 0
         self.step_tokens: torch.Tensor | int = 0
         for callback in list(self.callback_handler.callbacks):
             if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
@@ -185,7 +189,9 @@ class LoraTrainerMixin:
             batches.append(batch)
         if not batches:
             return batches, None
-        self.step_samples = sum(len(batch["input_ids"]) for batch in batches)
+        self.step_samples = sum(
+            batch["labels"].ne(IGNORED).any(-1).sum() for batch in batches
+        )  # blank rows don't count
         self.step_tokens = sum(batch["attention_mask"].sum() for batch in batches)
         targets = torch.stack([count_targets(batch["labels"]) for batch in batches]).sum().to(device)
         return batches, self.accelerator.gather(targets).sum()
@@ -244,6 +250,12 @@ class LoraTrainerMixin:
         self.evaluations.append((self.state.global_step, metrics))
         self.throughput.start()
         return metrics
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler:
+        rows = len(self.train_dataset)
+        lengths = self.train_dataset["length"] if self.args.group_by_length else None
+        group = self.args.per_device_train_batch_size * self.runtime.world_size
+        return EpochSampler(self.train_samples, rows - self.train_samples, self.args.seed, lengths, group)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> torch.utils.data.Sampler:
         return torch.utils.data.SequentialSampler(
