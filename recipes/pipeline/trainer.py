@@ -253,7 +253,7 @@ class LoraTrainerMixin:
 
     def _get_train_sampler(self, train_dataset: Any = None) -> torch.utils.data.Sampler:
         rows = len(self.train_dataset)
-        lengths = self.train_dataset["length"] if self.args.group_by_length else None
+        lengths = list(self.train_dataset["length"]) if self.args.group_by_length else None
         group = self.args.per_device_train_batch_size * self.runtime.world_size
         return EpochSampler(self.train_samples, rows - self.train_samples, self.args.seed, lengths, group)
 

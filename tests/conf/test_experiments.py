@@ -74,7 +74,7 @@ def test_70b_is_the_measured_run_key_by_key(measured):
 
 def test_70b_keeps_the_quirks_and_the_scripts_own_defaults(measured):
     cfg, options, _ = measured
-    assert (cfg.data.loss_on.name, cfg.data.holdout.name, cfg.data.template.name) == ("all", "first", "alpaca")
+    assert (cfg.data.loss_on.name, cfg.data.holdout.name, cfg.data.template.name) == ("all", "first", "alpaca_joined")
     assert (cfg.adapter.lora_alpha, cfg.adapter.lora_dropout) == (16, 0.05)
     assert (options["max_grad_norm"], options["weight_decay"], options["seed"]) == (1.0, 0.0, 42)
     assert options["adam_epsilon"] == 1e-6  # optimum-habana's default
