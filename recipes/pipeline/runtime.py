@@ -215,8 +215,11 @@ def _connect(cfg: LoraRecipe, runtime: Runtime) -> None:
         torch.set_num_threads(cfg.runtime.threads)
     if runtime.world_size > 1 or cfg.deepspeed:
         _join(cfg, runtime)
-    from transformers import set_seed
+    from transformers import logging, set_seed
 
+    if not cfg.debug:
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
     set_seed(cfg.seed)  # the same on every rank: adapters start equal; the sampler shares out the rows
 
 

@@ -44,7 +44,8 @@ def evaluate(overrides: list[str], chosen: list[int]) -> dict:
         rows = []
         for number in chosen:
             ids = tokenizer(TEXTS[number], add_special_tokens=False)["input_ids"]
-            rows.append({"input_ids": ids, "labels": ids, "length": len(ids)})
+            # A text's first token is no target: behind left padding, the model would be asked for it
+            rows.append({"input_ids": ids, "labels": [-100, *ids[1:]], "length": len(ids)})
         texts = datasets.Dataset.from_list(rows)
         data = Data(texts, texts, collator_for(cfg, tokenizer.pad_token_id), {}, {}, 0)
         llama = model.build_model(cfg, tokenizer, runtime)

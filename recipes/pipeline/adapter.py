@@ -1,0 +1,254 @@
+"""LoRA through PEFT: added, counted, loaded with checks, and saved so that stock PEFT loads it, at every ZeRO stage."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from recipes.pipeline.config import AdapterConfig, AdapterKind, Dtype, InputError, LoraRecipe
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+NAME = "default"
+
+
+def add_adapter(model: PreTrainedModel, cfg: LoraRecipe) -> nn.Module:
+    """The model with the adapter that cfg asks for: a new one, a finished one from adapter.path, or none."""
+    if cfg.adapter.kind is AdapterKind.none:
+        if cfg.adapter.path:
+            raise InputError(f"adapter=none and adapter.path={cfg.adapter.path} contradict each other")
+        return model.requires_grad_(False) if not cfg.train.do_train else model
+    torch.manual_seed(cfg.seed)  # equal on every rank
+    if cfg.adapter.path:
+        wrapped = load_adapter(model, Path(cfg.adapter.path), trainable=cfg.train.do_train)
+    elif cfg.train.do_train:
+        wrapped = get_peft_model(model, lora_config(cfg.adapter, model))
+    else:
+        return model.requires_grad_(False)  # evaluation of the base model
+    if cfg.adapter.dtype is not None:
+        dtype = torch.bfloat16 if cfg.adapter.dtype is Dtype.bfloat16 else torch.float32
+        for name, parameter in wrapped.named_parameters():
+            if _belongs(name, parameter):
+                parameter.data = parameter.data.to(dtype)
+    return wrapped
+
+
+def lora_config(adapter: AdapterConfig, model: nn.Module) -> LoraConfig:
+    """PEFT's configuration; raises InputError for a name that matches no module (PEFT passes over it in silence)."""
+    everything = adapter.target_modules == ["all-linear"]
+    linear = _linear_names(model)
+    if not everything:
+        check_names("adapter.target_modules", adapter.target_modules, linear)
+    check_names("adapter.modules_to_save", adapter.modules_to_save, [name for name, _ in model.named_modules() if name])
+    for field in ("rank_pattern", "alpha_pattern"):
+        for pattern in getattr(adapter, field):
+            if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in linear):
+                raise InputError(f"adapter.{field}: {pattern!r} matches no linear module{_nearest(pattern, linear)}")
+    return LoraConfig(
+        r=adapter.r,
+        lora_alpha=adapter.lora_alpha,
+        lora_dropout=adapter.lora_dropout,
+        target_modules="all-linear" if everything else list(adapter.target_modules),
+        modules_to_save=list(adapter.modules_to_save) or None,
+        rank_pattern=dict(adapter.rank_pattern),
+        alpha_pattern=dict(adapter.alpha_pattern),
+        bias=adapter.bias.name,
+        use_rslora=adapter.use_rslora,
+        use_dora=adapter.use_dora,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _linear_names(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+
+
+def check_names(option: str, wanted: Iterable[str], names: list[str]) -> None:
+    """Raises InputError for the first of `wanted` that is the end of no module's name."""
+    for name in wanted:
+        if not any(full == name or full.endswith(f".{name}") for full in names):
+            raise InputError(f"{option}: {name!r} matches no module{_nearest(name, names)}")
+
+
+def _nearest(name: str, names: list[str]) -> str:
+    ends = sorted({full.rpartition(".")[2] for full in names} - {""})
+    near = difflib.get_close_matches(name, ends, n=2)
+    listed = [end for end in ends if not end.isdigit()][:12]
+    return f"; did you mean {' or '.join(near)}?" if near else f"; there is {', '.join(listed)}"
+
+
+# Counting
+
+
+def _numel(parameter: nn.Parameter) -> int:
+    return getattr(parameter, "ds_numel", parameter.numel())  # a parameter that ZeRO-3 has cut is empty here
+
+
+def trainable_counts(model: nn.Module) -> tuple[int, int]:
+    """(trained, all) parameters of the whole model, over all ranks."""
+    counts = [(_numel(p), p.requires_grad) for p in model.parameters()]
+    return sum(n for n, trained in counts if trained), sum(n for n, _ in counts)
+
+
+def describe_model(model: nn.Module) -> str:
+    """What is trained on what, in one or two lines."""
+    trained, total = trainable_counts(model)
+    base = model.get_base_model() if isinstance(model, PeftModel) else model
+    dtypes = sorted({str(p.dtype).removeprefix("torch.") for n, p in base.named_parameters() if "lora_" not in n})
+    line = f"model         {type(base).__module__}.{type(base).__name__}, {total:,} parameters, {', '.join(dtypes)}"
+    if not isinstance(model, PeftModel):
+        return line + "; no adapter"
+    config = model.peft_config[NAME]
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name, _ in model.named_parameters() if ".lora_" in name}
+    kind = "DoRA" if config.use_dora else "LoRA"
+    dtype = next(str(p.dtype).removeprefix("torch.") for n, p in model.named_parameters() if "lora_" in n)
+    text = f"adapter       {kind} r={config.r} on {', '.join(sorted(adapted))}, {dtype}: "
+    text += (
+        f"trains {trained:,} of {total:,} parameters ({100 * trained / total:.2f} %)"
+        if trained
+        else "applied, not trained"
+    )
+    origin = getattr(model, "adapter_origin", None)
+    return f"{line}\n{text}" + (f"; weights from {origin}" if origin else "")
+
+
+# Saving
+
+
+def _belongs(name: str, parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad or "lora_" in name or "modules_to_save" in name
+
+
+@contextmanager
+def _whole(parameter: nn.Parameter, write: bool = False) -> Iterator[None]:
+    """Inside, a parameter that ZeRO-3 has cut is whole; with `write` rank 0's changes are handed to all."""
+    if not hasattr(parameter, "ds_id"):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0 if write else None):
+        yield
+
+
+def _is_main() -> bool:
+    distributed = torch.distributed
+    return not (distributed.is_available() and distributed.is_initialized()) or distributed.get_rank() == 0
+
+
+def save_adapter(model: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Write adapter_model.safetensors and adapter_config.json, each whole or not at all. Collective.
+
+    Only the adapter's parameters are gathered, never the base model's. Raises RuntimeError rather than leave an empty file.
+    """
+    gathered = {}
+    for name, parameter in model.named_parameters():
+        if _belongs(name, parameter):
+            with _whole(parameter):
+                if _is_main():
+                    gathered[name] = parameter.detach().cpu().clone().contiguous()
+    if not _is_main():
+        return
+    tensors = get_peft_model_state_dict(model, state_dict=gathered, adapter_name=NAME, save_embedding_layers=False)
+    empty = [name for name, tensor in tensors.items() if not tensor.numel()]
+    if empty or not tensors:
+        raise RuntimeError(
+            f"the adapter would be saved empty ({len(empty)} of {len(tensors)} tensors); nothing was written"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    config = copy.deepcopy(model.peft_config[NAME])
+    config.inference_mode = True
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as part:
+        save_file(tensors, Path(part) / WEIGHTS_FILE, metadata={"format": "pt"})
+        config.save_pretrained(part)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(part)
+        for file in sorted(Path(part).iterdir()):
+            os.replace(file, folder / file.name)
+
+
+# Loading
+
+
+def load_adapter(model: PreTrainedModel, folder: Path, trainable: bool) -> PeftModel:
+    """A finished adapter on `model`, every key and shape checked (PEFT only warns). Raises InputError."""
+    config = _read_config(folder)
+    config.inference_mode = not trainable
+    if isinstance(config.target_modules, set | list):
+        try:
+            check_names("target_modules", sorted(config.target_modules), _linear_names(model))
+        except InputError as error:
+            raise InputError(f"adapter.path={folder} is of another base model: {error}") from error
+    wrapped = get_peft_model(model, config)
+    ours = get_peft_model_state_dict(
+        wrapped, state_dict=dict(wrapped.named_parameters()), adapter_name=NAME, save_embedding_layers=False
+    )
+    with _open_weights(folder) as file:
+        _check_keys(folder, {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}, ours)  # noqa: SIM118
+        for key, parameter in ours.items():
+            with torch.no_grad(), _whole(parameter, write=True):
+                if parameter.numel():
+                    parameter.data.copy_(file.get_tensor(key))
+    if not trainable:
+        wrapped.requires_grad_(False)
+    wrapped.adapter_origin = str(folder)
+    return wrapped
+
+
+def _read_config(folder: Path) -> PeftConfig:
+    if not folder.is_dir():
+        raise InputError(f"adapter.path={folder}: no such folder")
+    if not (folder / CONFIG_FILE).is_file():
+        inside = " (did you mean its folder adapter?)" if (folder / "adapter" / CONFIG_FILE).is_file() else ""
+        raise InputError(f"adapter.path={folder}: no {CONFIG_FILE} in it{inside}")
+    try:
+        config = PeftConfig.from_pretrained(str(folder))
+    except (ValueError, TypeError, KeyError, json.JSONDecodeError) as error:
+        raise InputError(f"{folder / CONFIG_FILE}: cannot be read ({str(error).splitlines()[0][:120]})") from error
+    if config.peft_type != "LORA":
+        raise InputError(f"{folder / CONFIG_FILE}: peft_type {config.peft_type}; this project runs LORA")
+    return config
+
+
+@contextmanager
+def _open_weights(folder: Path) -> Iterator[safe_open]:
+    file = folder / WEIGHTS_FILE
+    if not file.is_file():
+        raise InputError(f"adapter.path={folder}: no {WEIGHTS_FILE} in it")
+    try:
+        opened = safe_open(str(file), framework="pt")
+    except Exception as error:  # safetensors has an error class of its own
+        raise InputError(f"{file}: damaged or cut short ({str(error)[:80]})") from error
+    with opened as stream:
+        if not list(stream.keys()):
+            raise InputError(f"{file}: holds no tensors (a save under ZeRO-3 that gathered nothing); train again")
+        yield stream
+
+
+def _check_keys(folder: Path, found: dict[str, tuple[int, ...]], ours: dict[str, nn.Parameter]) -> None:
+    missing, unknown = sorted(set(ours) - set(found)), sorted(set(found) - set(ours))
+    if missing or unknown:
+        first = f"missing {missing[0]}" if missing else f"unknown {unknown[0]}"
+        raise InputError(
+            f"{folder / WEIGHTS_FILE} does not fit this model: {len(missing)} keys missing, {len(unknown)} unknown; first: {first}"
+        )
+    for key, parameter in ours.items():
+        wanted = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        if found[key] != wanted:
+            raise InputError(
+                f"{folder / WEIGHTS_FILE} is of another base model: {key} is {found[key]}, the model needs {wanted}"
+            )
