@@ -6,7 +6,7 @@ The custom autograd functions exist for memory: each keeps for backward only wha
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -93,11 +93,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
 # SwiGLU (Shazeer, 2020)
 
 
-def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) * up, shapes (..., I)."""
-    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
-        return _SwiGlu.apply(gate, up)
-    return torch.nn.functional.silu(gate).mul_(up)
+def swiglu(gate: Callable[[Tensor], Tensor], up: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """silu(gate(x)) * up(x), (..., H) -> (..., I). Without gradients gate(x) is gone before up(x) is there."""
+    if torch.is_grad_enabled():
+        return _SwiGlu.apply(gate(x), up(x))
+    return torch.nn.functional.silu(gate(x)).mul_(up(x))
 
 
 class _SwiGlu(Function):
@@ -144,11 +144,16 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor, chunk:
         return LossSums(nats, targets.ne(IGNORED).sum(), torch.zeros_like(targets.sum()))
     nats = hidden.new_zeros((), dtype=torch.float32)
     correct = torch.zeros_like(targets.sum())
-    for part, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+    for part, wanted in _chunks(hidden, targets, chunk):
         logits = part @ weight.T
         nats = nats + torch.nn.functional.cross_entropy(logits.float(), wanted, ignore_index=IGNORED, reduction="sum")
         correct = correct + logits.argmax(-1).eq(wanted).sum()
     return LossSums(nats, targets.ne(IGNORED).sum(), correct)
+
+
+def _chunks(hidden: Tensor, targets: Tensor, chunk: int) -> Iterator[tuple[Tensor, Tensor]]:
+    for start in range(0, hidden.shape[0], chunk):  # slices: torch's lazy engine cannot split
+        yield hidden[start : start + chunk], targets[start : start + chunk]
 
 
 def _without_ignored(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -206,7 +211,7 @@ def chunked_cross_entropy(head: Callable[[Tensor], Tensor], hidden: Tensor, targ
 
     nats = hidden.new_zeros((), dtype=torch.float32)
     correct = torch.zeros_like(targets.sum())
-    for part, wanted in zip(hidden.split(chunk), targets.split(chunk), strict=True):
+    for part, wanted in _chunks(hidden, targets, chunk):
         more, right = checkpoint(sums, part, wanted, use_reentrant=False)
         nats, correct = nats + more, correct + right
     return LossSums(nats, targets.ne(IGNORED).sum(), correct)
