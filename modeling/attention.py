@@ -60,10 +60,10 @@ def attention_weights(
     if mask is None and q.shape[2] > 1:
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+        scores = scores.masked_fill(mask.eq(0), torch.finfo(scores.dtype).min)
     weights = scores.softmax(dim=-1, dtype=softmax_dtype).to(q.dtype)
     if mask is not None:
-        weights = weights.masked_fill(~mask, 0.0)  # a row without any key
+        weights = weights * mask  # zeros for a row without any key
     weights = F.dropout(weights, p=dropout)
     return torch.matmul(weights, v).transpose(1, 2), weights
 
@@ -103,7 +103,7 @@ def _fused(options: FusedOptions) -> Attend:
     def fused_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
         added = None
         if mask is not None:
-            added = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(~mask, torch.finfo(q.dtype).min)
+            added = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(mask.eq(0), torch.finfo(q.dtype).min)
         if q.shape[2] == 1:
             out = FusedSDPA.apply(q, k, v, added, 0.0, False, None, "None", False, None, "None")
         elif added is None:

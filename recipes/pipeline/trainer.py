@@ -214,6 +214,8 @@ class LoraTrainerMixin:
             outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
             sums = target_sums(outputs.logits, inputs["labels"])
         self.sums.add(*sums)
+        if self.runtime.kind == "lazy":
+            self.runtime.mark_step()
         return sums[0], {"loss": sums[0]}
 
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
