@@ -103,7 +103,9 @@ def _fused(options: FusedOptions) -> Attend:
     def fused_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
         added = None
         if mask is not None:
-            added = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(mask.eq(0), torch.finfo(q.dtype).min)
+            added = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill(
+                mask.eq(0), torch.finfo(q.dtype).min
+            )
         if q.shape[2] == 1:
             out = FusedSDPA.apply(q, k, v, added, 0.0, False, None, "None", False, None, "None")
         elif added is None:

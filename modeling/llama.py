@@ -57,25 +57,24 @@ class LlamaRotaryEmbedding(nn.Module):
         self.config = config
         self.trained_length = config.max_position_embeddings
         self.frequencies: dict[Any, tuple[Tensor, float]] = {}
+        self._frequencies(torch.device("cpu"), None)  # there before a compiler looks
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Positions (B or 1, S) -> cos, sin, each (B or 1, S, D)."""
-        frequencies, scale = self._frequencies(positions)
-        angles = positions.unsqueeze(-1).float() * frequencies  # (B, S, D/2)
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos() * scale, angles.sin() * scale
-
-    def _frequencies(self, positions: Tensor) -> tuple[Tensor, float]:
         length = None
         if self.kind in ("dynamic", "longrope"):  # these depend on the longest position: data, and a synchronisation
             longest = int(positions.max()) + 1
             length = longest if longest > self.trained_length else None
-        key = positions.device, length
-        if key not in self.frequencies:
-            # Not inside a fake-tensor or inference scope of the caller: kept for later calls
+        frequencies, scale = self._frequencies(positions.device, length)
+        angles = positions.unsqueeze(-1).float() * frequencies  # (B, S, D/2)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos() * scale, angles.sin() * scale
+
+    def _frequencies(self, device: torch.device, length: int | None) -> tuple[Tensor, float]:
+        if (device, length) not in self.frequencies:
             values, scale = ROPE_INIT_FUNCTIONS[self.kind](self.config, "cpu", seq_len=length)
-            self.frequencies[key] = values.float().to(positions.device), scale
-        return self.frequencies[key]
+            self.frequencies[device, length] = values.float().to(device), scale
+        return self.frequencies[device, length]
 
 
 class LlamaAttention(nn.Module):

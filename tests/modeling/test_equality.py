@@ -119,12 +119,12 @@ def test_llama3_frequencies(pair):
 
     config = pair()[0].config
     config.rope_theta, config.head_dim, config.max_position_embeddings = 5e5, 64, 131072
-    plain, _ = LlamaRotaryEmbedding(config)._frequencies(torch.zeros(1, 1))
+    plain, _ = LlamaRotaryEmbedding(config)._frequencies(torch.device("cpu"), None)
     scaled = {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
     found = []
     for key in ("rope_type", "type"):
         config.rope_scaling = {key: "llama3", **scaled}
-        found.append(LlamaRotaryEmbedding(config)._frequencies(torch.zeros(1, 1))[0])
+        found.append(LlamaRotaryEmbedding(config)._frequencies(torch.device("cpu"), None)[0])
     assert torch.equal(*found)
     ratio = plain / found[0]
     torch.testing.assert_close(ratio[:15], torch.ones(15))
