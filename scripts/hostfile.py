@@ -36,13 +36,17 @@ def read_hostfile(path: str) -> Hosts:
 
 def choose(hosts: Hosts, include: str | None, world_size: int | None, path: str) -> Hosts:
     """The slots that `include` (host1@host2:0,1) and `world_size` leave. Raises InputError for a host or slot that is not there."""
-    if include:
-        hosts = dict(_chosen(part, hosts, path) for part in include.split("@"))
-    slots = sum(map(len, hosts.values()))
-    if world_size is None or world_size == slots:
+    if include is not None:
+        chosen: dict[str, set[int]] = {}
+        for part in include.split("@"):
+            host, slots = _chosen(part, hosts, path)
+            chosen.setdefault(host, set()).update(slots)
+        hosts = {host: sorted(chosen[host]) for host in hosts if host in chosen}  # rank 0 is on the file's first
+    available = sum(map(len, hosts.values()))
+    if world_size is None or world_size == available:
         return hosts
-    if world_size > slots:
-        raise InputError(f"--world_size {world_size}: {path} has {slots} slots")
+    if world_size > available:
+        raise InputError(f"--world_size {world_size}: {path} has {available} slots{' in --include' if include else ''}")
     left, kept = world_size, {}
     for host, own in hosts.items():
         if left > 0:
