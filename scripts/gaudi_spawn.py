@@ -103,6 +103,8 @@ def build(options: argparse.Namespace) -> tuple[list[Start], dict[str, str]]:
     added = {"RUN_STAMP": f"{time.strftime('%Y-%m-%d_%H-%M-%S')}-{secrets.token_hex(2)}"}  # names the run's folder
     if not hosts:
         added |= _for_this_server(ranks)
+    elif options.use_mpi:  # other hosts are taken to be like this one; through ssh, each counts its own cores
+        added["OMP_NUM_THREADS"] = _threads(max(map(len, hosts.values())))
     added = {name: value for name, value in added.items() if name not in os.environ}
     script = [options.script, *options.arguments]
     address = options.master_addr or next(iter(hosts), "127.0.0.1")
@@ -153,7 +155,7 @@ def _hosts(options: argparse.Namespace) -> Hosts:
 def _for_this_server(ranks: int) -> dict[str, str]:
     """Variables for `ranks` ranks here. Raises InputError for more of them than cards."""
     cores = len(os.sched_getaffinity(0))
-    threads = {"OMP_NUM_THREADS": str(max(1, cores // ranks))}  # else each rank takes all cores
+    threads = {"OMP_NUM_THREADS": _threads(ranks)}
     kind = _kind()
     if kind == "cpu":
         if ranks > cores:
@@ -166,6 +168,10 @@ def _for_this_server(ranks: int) -> dict[str, str]:
         hint = "; CUDA_VISIBLE_DEVICES='' makes it a CPU run" if kind == "cuda" else ""
         raise InputError(f"--world_size {ranks}: this server has {cards(kind)} cards{hint}")
     return threads
+
+
+def _threads(ranks: int) -> str:
+    return str(max(1, len(os.sched_getaffinity(0)) // ranks))  # unset, each rank would take all cores
 
 
 def _kind() -> str:

@@ -113,12 +113,16 @@ ENGINES = [["--world_size", "2"], ["--world_size", "2", "--use_deepspeed"]]
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("options", ENGINES)
-def test_ranks_meet_and_get_arguments_byte_for_byte(launch, tmp_path, options):
-    done = launch(WRITE_ARGUMENTS + ALL_REDUCE, *options, arguments=ARGUMENTS)
+def test_ranks_meet_with_their_arguments_threads_and_visible_devices(launch, tmp_path, options):
+    visible = {"CUDA_VISIBLE_DEVICES": "1,0,GPU-7", "HABANA_VISIBLE_MODULES": "2,3"}
+    done = launch(WRITE_ARGUMENTS + ALL_REDUCE, *options, arguments=ARGUMENTS, **visible)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
-        assert written(tmp_path, rank)[0] == ARGUMENTS
-        assert written(tmp_path, rank)[1]["WORLD_SIZE"] == "2"
+        arguments, variables = written(tmp_path, rank)
+        assert arguments == ARGUMENTS
+        assert variables["WORLD_SIZE"] == "2" and variables["LOCAL_RANK"] == str(rank)
+        assert int(variables["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
+        assert variables.items() >= visible.items()
 
 
 def test_one_rank_gets_arguments_byte_for_byte(launch, tmp_path):
@@ -278,15 +282,6 @@ main()
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.distributed
-def test_threads_are_shared_out_and_visible_devices_kept(launch, tmp_path):
-    launch(WRITE_ARGUMENTS, *ENGINES[1], CUDA_VISIBLE_DEVICES="1,0,GPU-7", HABANA_VISIBLE_MODULES="2,3")
-    for rank in range(2):
-        variables = written(tmp_path, rank)[1]
-        assert int(variables["OMP_NUM_THREADS"]) == max(1, len(os.sched_getaffinity(0)) // 2)
-        assert variables["CUDA_VISIBLE_DEVICES"] == "1,0,GPU-7" and variables["HABANA_VISIBLE_MODULES"] == "2,3"
-
-
 def test_the_users_threads_and_visible_devices_are_kept(launch, tmp_path):
     launch(WRITE_ARGUMENTS, "--world_size", "1", OMP_NUM_THREADS="5", CUDA_VISIBLE_DEVICES="1", RUN_STAMP="mine")
     variables = written(tmp_path)[1]
@@ -425,6 +420,7 @@ def test_mpirun_over_hosts_gets_the_chosen_ones(monkeypatch, tmp_path):
     command, added = started(monkeypatch, tmp_path, *options)
     assert command[:3] == ["mpirun", "-n", "16"] and command[command.index("--host") + 1] == "b:8,c:8"
     assert "socket:PE=2" in command and added["MASTER_ADDR"] == "b"
+    assert added["OMP_NUM_THREADS"] == str(max(1, len(os.sched_getaffinity(0)) // 8))
 
 
 def test_mpi_receives_arguments_byte_for_byte(launch, tmp_path):
