@@ -31,7 +31,7 @@ demo: setup
 	$(RUN) recipes/lora.py +experiment=smoke
 
 test: setup
-	$(RUN) -m pytest -n 2 --dist loadfile
+	$(RUN) -m pytest -n 2 --dist worksteal
 
 lint: setup
 	$(RUN) -m ruff check .

@@ -72,7 +72,8 @@ class LlamaRotaryEmbedding(nn.Module):
 
     def _frequencies(self, device: torch.device, length: int | None) -> tuple[Tensor, float]:
         if (device, length) not in self.frequencies:
-            values, scale = ROPE_INIT_FUNCTIONS[self.kind](self.config, "cpu", seq_len=length)
+            with torch.device("cpu"):  # also while the model is built on the meta device
+                values, scale = ROPE_INIT_FUNCTIONS[self.kind](self.config, "cpu", seq_len=length)
             self.frequencies[device, length] = values.float().to(device), scale
         return self.frequencies[device, length]
 

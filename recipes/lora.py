@@ -30,10 +30,9 @@ def main(cfg: LoraRecipe) -> None:
     records = data.build_data(cfg, tokenizer, runtime.rank0_first)
     llama = model.build_model(cfg, tokenizer, runtime)
     report.introduce(runtime, folder, records, tokenizer, llama)
-    results = trainer.run(
-        cfg, runtime, trainer.build_trainer(cfg, runtime, arguments, llama, tokenizer, records), checkpoint
-    )
-    report.finish(cfg, runtime, folder, results)
+    coach = trainer.build_trainer(cfg, runtime, arguments, llama, tokenizer, records)
+    report.finish(cfg, runtime, folder, trainer.run(cfg, runtime, coach, checkpoint))
+    runtime.leave()
 
 
 if __name__ == "__main__":

@@ -54,6 +54,14 @@ class Runtime:
         if dist.is_available() and dist.is_initialized():
             dist.barrier()
 
+    def leave(self) -> None:
+        """Part from the other ranks in good order; the last thing of a run."""
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+
     @contextmanager
     def rank0_first(self) -> Iterator[None]:
         """Rank 0 runs the block alone (to fill a cache), then the other ranks do."""

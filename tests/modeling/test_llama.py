@@ -40,7 +40,7 @@ def test_impossible_shapes(fields, said):
 def test_unknown_rope_type():
     config = LlamaConfig(vocab_size=16, hidden_size=32, intermediate_size=8, num_hidden_layers=1, num_attention_heads=4)
     config.rope_scaling = {"rope_type": "spiral", "factor": 2.0}
-    with pytest.raises(ValueError, match="rope type 'spiral' is not one of: .*llama3.*yarn"):
+    with pytest.raises(ValueError, match=r"rope type 'spiral' is not one of: .*llama3.*yarn"):
         LlamaForCausalLM(config)
 
 
@@ -159,7 +159,7 @@ def test_bfloat16_packed_loss_and_gradient(smol):
 
 @pytest.mark.slow
 def test_known_continuations_and_hidden_states(smol):
-    stock, ours, tokenizer = smol
+    _, ours, tokenizer = smol
     tokenizer.pad_token, tokenizer.padding_side = "<|endoftext|>", "left"
     prompts = ["Once upon a time", "The sky is"]
     batch = tokenizer(prompts, add_special_tokens=False, padding=True, return_tensors="pt")
