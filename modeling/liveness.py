@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -58,3 +59,15 @@ class LivePeak(TorchDispatchMode):
 
     def _forget(self, key: int) -> None:
         self.live -= self._known.pop(key)
+
+
+def allocator_peak(function: Callable[[], object]) -> int:
+    """Bytes that torch's CPU allocator had out at the most while `function` ran, beyond the start."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    live = peak = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        peak = max(peak, live)
+    return peak

@@ -6,6 +6,7 @@ containers), so nothing downstream can write a ListConfig into a JSON file.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import os
@@ -13,7 +14,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,22 @@ def recipe(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
     return decorate
 
 
+def compose_here(overrides: list[str], name: str = "lora") -> Any:
+    """The configuration of a command line, for programs that are no recipes. Raises what `exit_on_error` explains."""
+    _register(name)
+    with hydra.initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
+        return resolve(hydra.compose(name, overrides=overrides), SCHEMAS[name])
+
+
+@contextlib.contextmanager
+def exit_on_error() -> Iterator[None]:
+    """Exit with status 2 and one line for a user's error."""
+    try:
+        yield
+    except (InputError, HydraException, OmegaConfBaseException) as error:
+        _fail(explain(error), 2)
+
+
 def run_folder() -> Path:
     """Folder of this run's results (`hydra.run.dir`), the same on every rank."""
     return Path(HydraConfig.get().runtime.output_dir)
@@ -76,10 +93,7 @@ def run_folder() -> Path:
 
 def _run(name: str, function: Callable[[Any], None]) -> None:
     _take_launcher_arguments()
-    ConfigStore.instance().store(f"{name}_schema", SCHEMAS[name])
-    stamp = _run_stamp()
-    OmegaConf.register_new_resolver("run_stamp", lambda: stamp, replace=True)
-    OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
+    _register(name)
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then hands its exceptions on instead of printing them
 
     refused: list[InputError] = []
@@ -89,6 +103,8 @@ def _run(name: str, function: Callable[[Any], None]) -> None:
             function(resolve(cfg, SCHEMAS[name]))
         except InputError as error:  # kept from Hydra, which would print lines of its own around it
             refused.append(error)
+        except BrokenPipeError:  # the reader of our output has left
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         except OSError as error:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         finally:
@@ -105,6 +121,13 @@ def _run(name: str, function: Callable[[Any], None]) -> None:
         ) from error
     if refused:
         raise refused[0]
+
+
+def _register(name: str) -> None:
+    ConfigStore.instance().store(f"{name}_schema", SCHEMAS[name])
+    stamp = _run_stamp()
+    OmegaConf.register_new_resolver("run_stamp", lambda: stamp, replace=True)
+    OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 
 
 def resolve(cfg: DictConfig, schema: type) -> Any:

@@ -8,22 +8,10 @@ from transformers import LlamaConfig
 from transformers import LlamaForCausalLM as StockLlama
 
 from modeling.execution import Execution, bind
-from modeling.liveness import LivePeak
+from modeling.liveness import LivePeak, allocator_peak
 from modeling.llama import LlamaForCausalLM
 
 ROWS, LENGTH, HIDDEN = 172, 2048, 8192  # the measured inference run
-
-
-def allocator_peak(function) -> int:
-    """Bytes that torch's CPU allocator had out at the most, beyond the start."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        function()
-    live = peak = 0
-    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
 
 
 def test_it_equals_the_allocator():
