@@ -3,11 +3,13 @@ and adapters come last, so that ZeRO-3 has already cut the frozen weights."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import GenerationConfig, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.modeling_utils import no_init_weights
 
 from modeling.attention import FusedOptions
 from modeling.execution import Execution, bind, mark_step_for
@@ -25,7 +27,7 @@ from recipes.pipeline.config import (
 )
 from recipes.pipeline.runtime import Runtime
 from recipes.pipeline.tokenizer import check_vocabulary, load_tokenizer
-from recipes.pipeline.weights import locate, one_line
+from recipes.pipeline.weights import check_folder, local_folder, locate, one_line, stream_into
 
 DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
@@ -82,6 +84,8 @@ def load_weights(cfg: LoraRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrai
     source = locate(cfg.model.name_or_path, cfg.model)
     config = _config_from(source, cfg.model)
     check_vocabulary(tokenizer, config.vocab_size)
+    if is_deepspeed_zero3_enabled():
+        return _streamed(cfg, model_class, config, source, tokenizer)
     options = {
         "config": config,
         "torch_dtype": DTYPES[cfg.model.dtype],
@@ -99,6 +103,26 @@ def load_weights(cfg: LoraRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrai
         raise InputError(
             f"{source}: {len(wrong)} weights are missing or of another shape, first {wrong[0]}; copy the model again"
         )
+    model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    return model
+
+
+def _streamed(
+    cfg: LoraRecipe,
+    model_class: type[PreTrainedModel],
+    config: LlamaConfig,
+    source: Any,
+    tokenizer: PreTrainedTokenizerBase,
+) -> PreTrainedModel:
+    # transformers' own loader keeps whole files in every rank's memory under ZeRO-3
+    folder = local_folder(source, cfg.model)
+    check_folder(folder)
+    with no_init_weights():
+        model = _built(lambda: model_class._from_config(config, torch_dtype=DTYPES[cfg.model.dtype]))
+    model.tie_weights()  # a tied head has no weight of its own in the file
+    stream_into(model, folder)
+    with contextlib.suppress(OSError):  # a model may have no generation configuration
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model
 
@@ -151,4 +175,4 @@ def check_lengths(cfg: LoraRecipe, config: LlamaConfig) -> None:
         )
 
 
-__all__ = ["build_model", "describe_model", "is_deepspeed_zero3_enabled", "load_tokenizer", "trainable_counts"]
+__all__ = ["build_model", "describe_model", "load_tokenizer", "trainable_counts"]

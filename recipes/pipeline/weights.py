@@ -10,6 +10,9 @@ import os
 import shutil
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
+
+import torch
 
 from recipes.pipeline.config import InputError, ModelConfig
 
@@ -119,6 +122,65 @@ def one_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
 
 
+def local_folder(source: str | Path, model: ModelConfig) -> Path:
+    """`source` as a folder here; a hub id is downloaded. Raises InputError."""
+    if Path(source).is_dir():
+        return Path(source)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, revision=model.revision, allow_patterns=["*.json", "*.safetensors"]))
+    except Exception as error:  # of many kinds: offline, gated, not there
+        raise InputError(f"model.name_or_path={source}: cannot be had from the hub ({one_line(error)})") from error
+
+
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def stream_into(model: torch.nn.Module, folder: Path) -> None:
+    """Fill a model that ZeRO-3 has cut: each rank reads its own part of each tensor, and nothing else of the file.
+
+    ZeRO-3 cuts a flattened parameter into equal runs, one a rank, so a part is one run of bytes of the file. Files are read,
+    not mapped: mapped pages count as a process's memory. Raises InputError for missing weights.
+    """
+    parameters = dict(model.named_parameters())
+    wanted = {name: tuple(parameter.ds_shape) for name, parameter in parameters.items()}
+    for file in weight_files(folder):
+        start, header = _header(file)
+        with file.open("rb") as stream:
+            for name, entry in header.items():
+                if name not in wanted:
+                    continue
+                if tuple(entry["shape"]) != wanted.pop(name):
+                    shape = tuple(parameters[name].ds_shape)
+                    raise InputError(f"{file}: {name} is {tuple(entry['shape'])}, config.json says {shape}")
+                _read_part(
+                    stream, start + entry["data_offsets"][0], getattr(torch, DTYPES[entry["dtype"]]), parameters[name]
+                )
+    if wanted:
+        raise InputError(
+            f"{folder}: {len(wanted)} weights are missing, first {sorted(wanted)[0]}; copy the model again"
+        )
+
+
+def _header(file: Path) -> tuple[int, dict]:
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
+    return 8 + length, {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+def _read_part(stream: BinaryIO, begin: int, dtype: torch.dtype, parameter: torch.nn.Parameter) -> None:
+    part = parameter.ds_tensor
+    first = torch.distributed.get_rank(parameter.ds_process_group) * part.numel()
+    count = max(0, min(part.numel(), parameter.ds_numel - first))  # the last rank's part may end in padding
+    if count:
+        data = bytearray(count * dtype.itemsize)
+        stream.seek(begin + first * dtype.itemsize)
+        stream.readinto(data)
+        part.data.view(-1)[:count].copy_(torch.frombuffer(data, dtype=dtype))
+
+
 # GGUF
 
 
@@ -156,7 +218,6 @@ def _sha256(file: Path) -> str:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    import torch
     from transformers import GenerationConfig, LlamaForCausalLM
 
     from recipes.pipeline.tokenizer import choose_padding, tokenizer_of_gguf
