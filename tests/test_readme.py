@@ -1,0 +1,60 @@
+"""The README's commands work, and what it names exists."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+BLOCKS = [line for block in re.findall(r"```bash\n(.*?)```", README, flags=re.S) for line in block.splitlines() if line]
+COMMANDS = sorted({*BLOCKS, *re.findall(r"`(python [^`]+)`", README)})
+
+
+def run(words, cwd, **environment):
+    return subprocess.run(
+        words, cwd=cwd, capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+    )
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("python")])
+def test_every_command_is_understood(command, tmp_path):
+    words = shlex.split(command)
+    words = [sys.executable, *(str(REPOSITORY / w) if w.endswith(".py") else w for w in words[1:])]
+    script = Path(words[1]).name
+    if script == "bench.py":
+        words.append("--help")
+    elif script == "gaudi_spawn.py":
+        words.insert(2, "--dry_run")
+    elif script == "lora.py":
+        words.append("dry_run=true")
+    done = run(words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    if script == "gaudi_spawn.py":  # and what it would start plans too
+        inner = [sys.executable, *words[words.index(str(REPOSITORY / "recipes/lora.py")) :], "dry_run=true"]
+        assert "GiB a rank" in run(inner, tmp_path).stdout
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
+def test_make_knows_its_targets(command):
+    assert run([*shlex.split(command), "-n"], REPOSITORY).returncode == 0
+
+
+def test_every_command_is_of_a_kind_that_is_tested():
+    assert all(command.startswith(("python ", "make ")) for command in COMMANDS) and len(COMMANDS) >= 12
+
+
+def test_named_files_and_pictures_exist():
+    for name in re.findall(r"\]\(([^)]+)\)", README) + re.findall(
+        r"`((?:conf|recipes|scripts|modeling)/[\w./]+)`", README
+    ):
+        assert (REPOSITORY / name).exists(), name
+
+
+def test_every_experiment_is_in_the_table():
+    for path in (REPOSITORY / "conf" / "experiment").glob("*.yaml"):
+        assert f"| {path.stem} |" in README
