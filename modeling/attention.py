@@ -24,7 +24,6 @@ class FusedOptions(NamedTuple):
 
     recompute: bool = False
     fast_softmax: bool = False
-    causal: bool = True  # without a mask the kernel's own triangle is used
 
 
 def by_name(name: str, softmax_bf16: bool = False, fused: FusedOptions | None = None) -> Attend:

@@ -121,7 +121,6 @@ class RuntimeConfig:
     attn_softmax_bf16: bool = False  # eager attention's softmax in bf16 instead of float32
     flash_attention_recompute: bool = False  # fused_sdpa only: recompute in backward
     flash_attention_fast_softmax: bool = False  # fused_sdpa only
-    flash_attention_causal_mask: bool = False  # fused_sdpa only: triangular mask inside the kernel
     loss_chunk: int = 1024  # tokens whose logits exist at one time
     threads: int | None = None  # CPU threads of a rank; null: torch's own, or what the launcher set
     use_fused_adam: bool = False  # HPU only
@@ -261,7 +260,7 @@ def _check_runtime(runtime: RuntimeConfig) -> None:
     for name in ("pipelining_fwd_bwd", "use_hpu_graphs_for_inference"):
         if getattr(runtime, name) and (lazy_off or runtime.compile):
             raise InputError(f"runtime.{name}=true exists in lazy mode only; set runtime.lazy=true or leave it out")
-    for name in ("flash_attention_recompute", "flash_attention_fast_softmax", "flash_attention_causal_mask"):
+    for name in ("flash_attention_recompute", "flash_attention_fast_softmax"):
         if getattr(runtime, name) and runtime.attention is not Attention.fused_sdpa:
             raise InputError(f"runtime.{name}=true needs runtime.attention=fused_sdpa")
     if "PT_HPU_LAZY_MODE" in runtime.environment:

@@ -72,6 +72,8 @@ def trainer_options(cfg: LoraRecipe, runtime: Runtime, folder: Path) -> dict[str
         "optim": "adamw_torch",
         "bf16": cfg.model.dtype is Dtype.bfloat16 and (bool(cfg.deepspeed) or runtime.kind == "hpu"),
         "deepspeed": deepspeed_config(cfg) if uses_deepspeed(cfg) else None,
+        "torch_compile": cfg.runtime.compile,
+        "torch_compile_backend": cfg.runtime.compile_backend if cfg.runtime.compile else None,
         "report_to": ["tensorboard"] if train.tensorboard else [],
         "logging_dir": str(folder / "tensorboard"),
         "seed": cfg.seed,
@@ -94,8 +96,6 @@ def gaudi_options(cfg: LoraRecipe, lazy: bool) -> dict[str, Any]:
         "pipelining_fwd_bwd": cfg.runtime.pipelining_fwd_bwd,
         "use_hpu_graphs_for_inference": cfg.runtime.use_hpu_graphs_for_inference,
         "throughput_warmup_steps": cfg.train.throughput_warmup_steps,
-        "torch_compile": cfg.runtime.compile,
-        "torch_compile_backend": cfg.runtime.compile_backend if cfg.runtime.compile else None,
     }
 
 

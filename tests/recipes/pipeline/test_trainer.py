@@ -222,6 +222,17 @@ def test_torchs_lazy_engine_trains_to_the_same_losses(tiny):
         close(lazy.series(key), eager.series(key))
 
 
+@pytest.mark.slow
+def test_a_compiled_model_trains_to_the_same_losses(tiny):
+    shape = ["data.pad_to_max_length=true", "data.max_seq_length=256", "train.max_steps=3"]
+    eager = tiny(*shape)
+    compiled = tiny(*shape, "runtime.compile=true", "runtime.compile_backend=aot_eager")
+    assert compiled.returncode == 0, compiled.stderr
+    for key in ("loss", "eval_loss"):
+        close(compiled.series(key), eager.series(key))
+    adapter_is_whole(compiled.folder / "adapter")
+
+
 def test_stock_llama_trains_to_the_same_losses(tiny):
     ours, stock = tiny(), tiny("model.implementation=stock")
     assert stock.returncode == 0, stock.stderr
