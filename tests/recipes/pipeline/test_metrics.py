@@ -1,6 +1,5 @@
 import json
 import math
-import time
 
 import pytest
 import torch
@@ -65,21 +64,23 @@ def test_a_loss_without_a_finite_perplexity_warns_and_is_written_as_null(loss, t
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
-def test_throughput_leaves_warm_up_and_pauses_out(accumulation):
+def test_throughput_leaves_warm_up_and_pauses_out(accumulation, monkeypatch):
+    clock = [100.0]
+    monkeypatch.setattr("recipes.pipeline.metrics.time.perf_counter", lambda: clock[0])
     meter = Throughput(CPU, warmup=2)
     meter.start()
     for step in range(10):
-        time.sleep(0.5 if step < 2 else 0.1)
+        clock[0] += 0.5 if step < 2 else 0.1
         meter.step(samples=8 * accumulation, tokens=torch.tensor(80 * accumulation))
         if step == 6:
             meter.pause()
-            time.sleep(0.7)
+            clock[0] += 0.7
             meter.start()
     meter.pause()
     result = meter.result()
-    assert result["train_samples_per_second"] == pytest.approx(80 * accumulation, rel=0.1)
-    assert result["train_tokens_per_second"] == pytest.approx(800 * accumulation, rel=0.1)
-    assert result["train_steps_per_second"] == pytest.approx(10, rel=0.1)
+    assert result["train_samples_per_second"] == pytest.approx(80 * accumulation, rel=0.001)
+    assert result["train_tokens_per_second"] == pytest.approx(800 * accumulation, rel=0.001)
+    assert result["train_steps_per_second"] == pytest.approx(10, rel=0.001)
 
 
 def test_throughput_without_a_counted_step_says_nothing():
