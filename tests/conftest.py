@@ -13,6 +13,15 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
+@pytest.fixture(autouse=True)
+def environment_of_its_own():
+    """A run sets variables for its device; they end with the test."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture
 def compose():
     """compose("+experiment=tiny", "train.max_steps=2") -> LoraRecipe, as the recipe would get it."""
