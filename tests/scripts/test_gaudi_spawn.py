@@ -54,6 +54,11 @@ dist.destroy_process_group()
 """
 
 
+def hear_the_keyboard():
+    """A shell's background job ignores SIGINT, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def launch(tmp_path):
     def start(script: str, *options: str, arguments=(), wait: bool = True, path: str = "", **variables: str):
@@ -67,7 +72,13 @@ def launch(tmp_path):
             environment["PATH"] = f"{path}:{environment['PATH']}"
         command = [sys.executable, LAUNCHER, *options, str(file), *arguments]
         process = subprocess.Popen(
-            command, cwd=tmp_path, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            command,
+            cwd=tmp_path,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            preexec_fn=hear_the_keyboard,
         )
         if not wait:
             return process
