@@ -11,11 +11,13 @@ import copy
 import json
 import math
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import datasets
 import torch
+from torch.utils.checkpoint import checkpoint  # now: optimum-habana exchanges it in torch's module
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 
 from recipes.pipeline.adapter import save_adapter
@@ -271,6 +273,15 @@ class LoraTrainerMixin:
         return output._replace(num_samples=self.eval_samples)
 
     # Optimizer and checkpoints
+
+    def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
+        # Called after checkpointing was switched on. In lazy mode without DeepSpeed optimum-habana puts a checkpoint of its
+        # own in place of torch's: the same without re-entry, but its call misses an argument that torch has had since 2.9.
+        if training and self.runtime.kind == "hpu" and self.args.gradient_checkpointing and not self.args.deepspeed:
+            for module in model.modules():
+                if getattr(module, "gradient_checkpointing", False):
+                    module._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        return super()._wrap_model(model, training, dataloader)
 
     def create_optimizer(self) -> torch.optim.Optimizer:
         """As the base's, less empty parameter groups: DeepSpeed drops those after the schedule has counted them."""

@@ -3,12 +3,14 @@
 Signatures from gaudi-pytorch-bridge, habana_frameworks/torch/hpex/kernels: positional arguments in this order.
 """
 
+from enum import IntEnum
+
+import habana_double
 import torch
 
-calls = []
 NAMES = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal", "scale", "softmax_mode")
-NAMES += ("recompute_mode", "valid_seq_len", "seq_padding_type")
-DEFAULTS = (None, 0.0, False, None, "None", None, None, "left")
+NAMES += ("recompute_mode", "valid_seq_len", "seq_padding_type", "return_dropout_mask", "return_attn_probs")
+DEFAULTS = (None, 0.0, False, None, "None", None, None, "left", False, False)
 
 
 class FusedSDPA(torch.autograd.Function):
@@ -34,7 +36,7 @@ class FusedSDPA(torch.autograd.Function):
             raise RuntimeError(f"mask {mask.dtype} {tuple(mask.shape)}")
         if given["recompute_mode"] and q.requires_grad and given["softmax_mode"] == "fast" and not given["is_causal"]:
             raise RuntimeError("recompute with fast softmax in training needs is_causal")
-        calls.append(given)
+        habana_double.count("FusedSDPA", **given)
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, mask, given["dropout_p"], given["is_causal"], scale=given["scale"], enable_gqa=True
         )
@@ -53,9 +55,34 @@ class RotaryPosEmbeddingHelperV2(torch.autograd.Function):
             or position_ids.shape != (p.shape[0], p.shape[2])
         ):
             raise RuntimeError(f"cos {tuple(cos.shape)}, position_ids {tuple(position_ids.shape)}, p {tuple(p.shape)}")
-        calls.append({"p": p, "cos": cos})
+        habana_double.count("RotaryPosEmbeddingHelperV2", p=p, cos=cos)
         cos, sin = (table[0, 0][position_ids].unsqueeze(1) for table in (cos, sin))
         if torch.float32 not in {p.dtype, cos.dtype, sin.dtype}:
             cos, sin = cos.to(p.dtype), sin.to(p.dtype)
         half = p.shape[-1] // 2
         return p * cos + torch.cat((-p[..., half:], p[..., :half]), dim=-1) * sin
+
+
+class RotaryPosEmbeddingMode(IntEnum):
+    BLOCKWISE = 0
+    PAIRWISE = 1
+
+
+class _NotLlamas(torch.autograd.Function):
+    """Kernels that optimum-habana names for other models; nothing of Llama may reach them."""
+
+    @classmethod
+    def apply(cls, *args):
+        raise RuntimeError(f"{cls.__name__} is not for Llama")
+
+
+class RotaryPosEmbeddingHelperV1(_NotLlamas):
+    pass
+
+
+class RotaryPosEmbeddingHelperV3(_NotLlamas):
+    pass
+
+
+class CTCLoss(_NotLlamas):
+    pass
