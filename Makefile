@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 GAUDI := $(shell $(PYTHON) -c "import importlib.util as u; print(int(u.find_spec('habana_frameworks') is not None))" 2>/dev/null)
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test lint clean
+.PHONY: setup demo test test-torch210 lint clean
 
 setup: $(READY)
 
@@ -33,9 +33,13 @@ demo: setup
 test: setup
 	$(RUN) -m pytest -n 2 --dist worksteal
 
+# The release of torch that Gaudi 1.24 ships; several GB, so by hand
+test-torch210:
+	$(MAKE) test VENV=.venv-torch210 TORCH=torch==2.10.0
+
 lint: setup
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 
 clean:
-	rm -rf $(VENV) outputs
+	rm -rf $(VENV) .venv-torch210 outputs

@@ -266,7 +266,7 @@ class LlamaForCausalLM(LlamaPreTrainedModel, GenerationMixin):
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> LlamaOutput:
-        """Logits (B, S, V) of all positions, of the last `logits_to_keep`, or of the positions it lists.
+        """Logits (B, S, V) of all positions, of the last `logits_to_keep`, or of the positions it lists (none: no logits).
 
         labels (B, S), -100 where nothing is to be predicted, are shifted here; the loss covers all of them whatever
         `logits_to_keep`. Other keywords (what a trainer or generate pushes in) are taken and not needed.
@@ -285,16 +285,25 @@ class LlamaForCausalLM(LlamaPreTrainedModel, GenerationMixin):
             cache_position,
         )
         hidden = outputs.last_hidden_state
-        result = LlamaOutput(
-            past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states, attentions=outputs.attentions
-        )
-        if labels is None or not self.training:
+        logits = loss = nats = targets = correct = None
+        none_wanted = isinstance(logits_to_keep, Tensor) and not logits_to_keep.numel()
+        if (labels is None or not self.training) and not none_wanted:
             last = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) and logits_to_keep else slice(None)
-            result.logits = self.lm_head(hidden[:, last if isinstance(logits_to_keep, int) else logits_to_keep])
+            logits = self.lm_head(hidden[:, last if isinstance(logits_to_keep, int) else logits_to_keep])
         if labels is not None:
-            result.nats, result.targets, result.correct = self._sums(hidden, labels.to(hidden.device))
-            result.loss = result.nats / (result.targets if num_items_in_batch is None else num_items_in_batch)
-        return result
+            nats, targets, correct = self._sums(hidden, labels.to(hidden.device))
+            loss = nats / (targets if num_items_in_batch is None else num_items_in_batch)
+        # All at once: what is set later is an attribute, but no item that HPU graphs or data parallelism would see
+        return LlamaOutput(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            nats=nats,
+            targets=targets,
+            correct=correct,
+        )
 
     def _sums(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         targets, rows = shifted_targets(labels).flatten(), hidden.flatten(0, 1)

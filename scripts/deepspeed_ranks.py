@@ -5,6 +5,7 @@ visible cards stay as this process has them (DeepSpeed's launcher writes CUDA_VI
 """
 
 import contextlib
+import importlib
 import os
 import socket
 import subprocess
@@ -14,14 +15,13 @@ from types import SimpleNamespace
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from scripts.processes import PATIENCE, describe, status_of  # noqa: E402
+from scripts.processes import PATIENCE, describe, status_of, without_the_bridge  # noqa: E402
 
 VISIBLE = ("CUDA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES")
 
 
 def main() -> int:
-    from deepspeed.launcher import launch
-
+    launch = without_the_bridge(lambda: importlib.import_module("deepspeed.launcher.launch"))
     ranks: dict[str, subprocess.Popen] = {}
     failed: list[tuple[str, int]] = []
 

@@ -19,8 +19,9 @@ from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from recipes.pipeline.compose import REPOSITORY, SCHEMAS, compose_here, exit_on_error
 from recipes.pipeline.config import InputError
-from recipes.pipeline.runtime import cards, hpu_cards, hpu_installed
+from recipes.pipeline.runtime import cards, environment, hpu_cards, hpu_installed, lazy_mode
 from scripts import commands
 from scripts.hostfile import Hosts, choose, read_hostfile
 from scripts.processes import Start, run
@@ -47,12 +48,9 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status: the failed rank's, 0 when all ended well, 2 for a wrong command line, 128 + a signal's number."""
-    try:
+    with exit_on_error():
         options = parse(sys.argv[1:] if argv is None else argv)
         starts, added = build(options)
-    except InputError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
     if options.dry_run:
         show(starts, added)
         return 0
@@ -106,6 +104,7 @@ def build(options: argparse.Namespace) -> tuple[list[Start], dict[str, str]]:
     elif options.use_mpi:  # other hosts are taken to be like this one; through ssh, each counts its own cores
         added["OMP_NUM_THREADS"] = _threads(max(map(len, hosts.values())))
     added = {name: value for name, value in added.items() if name not in os.environ}
+    added |= _of_the_recipe(options, bool(hosts))
     script = [options.script, *options.arguments]
     address = options.master_addr or next(iter(hosts), "127.0.0.1")
     if options.use_mpi:
@@ -168,6 +167,23 @@ def _for_this_server(ranks: int) -> dict[str, str]:
         hint = "; CUDA_VISIBLE_DEVICES='' makes it a CPU run" if kind == "cuda" else ""
         raise InputError(f"--world_size {ranks}: this server has {cards(kind)} cards{hint}")
     return threads
+
+
+def _of_the_recipe(options: argparse.Namespace, elsewhere: bool) -> dict[str, str]:
+    """What the recipe's configuration wants in its ranks' environment before anything is imported. Raises InputError."""
+    script = Path(options.script).resolve()
+    hydras = any(
+        argument.startswith("-") for argument in options.arguments
+    )  # --help, --multirun: for the script to answer
+    if script.parent != REPOSITORY / "recipes" or script.stem not in SCHEMAS or hydras:
+        return {}
+    cfg = compose_here([item for item in options.arguments if not item.lstrip("+").startswith("hydra.")], script.stem)
+    kind = cfg.runtime.device.name
+    if kind == "auto":
+        if elsewhere:
+            return {}  # this machine's cards say nothing of the other hosts'
+        kind = _kind()
+    return environment(cfg, kind, lazy_mode(cfg.runtime, kind))
 
 
 def _threads(ranks: int) -> str:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
+T = TypeVar("T")
 PATIENCE = 8.0  # seconds that a rank has between SIGTERM and SIGKILL
 GRACE = PATIENCE + 4  # the same for the process that looks after ranks
 SSH_FAILED = 255  # any other status is the remote command's, which has spoken itself
@@ -51,6 +54,24 @@ def run(starts: list[Start], environment: dict[str, str], quiet: bool = False) -
             print(f"gaudi_spawn: stopped by {signal.Signals(received[0]).name}; every rank was ended", file=sys.stderr)
         return 128 + received[0]
     return status
+
+
+def without_the_bridge(load: Callable[[], T]) -> T:
+    """load(), which imports torch or DeepSpeed, in a process that only starts ranks: Gaudi's bridge stays out of it.
+
+    In eager mode `import torch` loads the bridge, and DeepSpeed does where it finds one; the ranks' environment stays as it is.
+    """
+    aside = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "DS_ACCELERATOR": "cpu"}
+    before = {name: os.environ.get(name) for name in aside}
+    os.environ.update(aside)
+    try:
+        return load()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def status_of(code: int) -> int:

@@ -1,15 +1,17 @@
 """torch.distributed.run with the failed rank's own exit status (torchrun's is always 1), said in one line."""
 
+import importlib
 import logging
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from scripts.processes import PATIENCE, describe, status_of  # noqa: E402
+from scripts.processes import PATIENCE, describe, status_of, without_the_bridge  # noqa: E402
 
 
 def main() -> int:
+    without_the_bridge(lambda: importlib.import_module("torch"))
     from torch.distributed.elastic.multiprocessing import PContext, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

@@ -263,6 +263,9 @@ def _check_runtime(runtime: RuntimeConfig) -> None:
     for name in ("flash_attention_recompute", "flash_attention_fast_softmax"):
         if getattr(runtime, name) and runtime.attention is not Attention.fused_sdpa:
             raise InputError(f"runtime.{name}=true needs runtime.attention=fused_sdpa")
+    for name in ("use_fused_adam", "use_fused_clip_norm"):
+        if getattr(runtime, name) and runtime.device not in (Device.hpu, Device.auto):
+            raise InputError(f"runtime.{name}=true is Gaudi's; leave it out with runtime.device={runtime.device.name}")
     if "PT_HPU_LAZY_MODE" in runtime.environment:
         raise InputError("runtime.environment.PT_HPU_LAZY_MODE: lazy mode is said once, in runtime.lazy")
 

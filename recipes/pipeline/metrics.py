@@ -116,6 +116,8 @@ class Throughput:
     def tokens_per_second(self) -> float | None:
         """This rank's rate so far, times the ranks; for display. None during warm-up."""
         seconds = self.seconds + time.perf_counter() - self.mark
+        # Cut first: read while pending, a lazy sum is kept as the sum of all its parts, one more each time
+        self.runtime.mark_step()
         return float(self.tokens) * self.runtime.world_size / seconds if self.steps and seconds > 0 else None
 
     def result(self) -> dict[str, float]:

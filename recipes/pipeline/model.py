@@ -7,7 +7,7 @@ import contextlib
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import LlamaConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.modeling_utils import no_init_weights
 
@@ -122,7 +122,8 @@ def _streamed(
     model.tie_weights()  # a tied head has no weight of its own in the file
     stream_into(model, folder)
     with contextlib.suppress(OSError):  # a model may have no generation configuration
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        # Its class, not the library's: optimum-habana gives models one with attributes that its trainer asks for
+        model.generation_config = type(model.generation_config).from_pretrained(folder)
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model
 

@@ -77,16 +77,10 @@ class Runtime:
 
     def mark_step(self) -> None:
         """Run the pending lazy graph; nothing elsewhere."""
-        if not self.lazy:
-            return
-        if self.kind == "hpu":
-            import habana_frameworks.torch.core as htcore
+        from modeling.execution import mark_step_for
 
-            htcore.mark_step()
-        else:
-            import torch._lazy
-
-            torch._lazy.mark_step()
+        if self.lazy:
+            mark_step_for(self.kind, lazy=True)()
 
     def synchronize(self) -> None:
         """Wait until the device has done what was asked of it; needed around a measured time."""
@@ -130,13 +124,7 @@ def start(cfg: LoraRecipe, connect: bool = True) -> Runtime:
     `connect=False` stops after the environment: for plans, which must work on a machine without the cards.
     """
     kind = _detect(cfg.runtime)
-    lazy = cfg.runtime.lazy if cfg.runtime.lazy is not None else (kind in ("hpu", "lazy") and not cfg.runtime.compile)
-    if lazy and kind not in ("hpu", "lazy"):
-        raise InputError(
-            f"runtime.lazy=true: device {kind} is not lazy; use runtime.device=lazy (torch's engine) or hpu"
-        )
-    if kind == "lazy" and not lazy:
-        raise InputError("runtime.lazy=false: device lazy is always lazy; use runtime.device=cpu")
+    lazy = lazy_mode(cfg.runtime, kind)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     runtime = Runtime(
         kind=kind,
@@ -154,6 +142,18 @@ def start(cfg: LoraRecipe, connect: bool = True) -> Runtime:
     if connect:
         _connect(cfg, runtime)
     return runtime
+
+
+def lazy_mode(options: RuntimeConfig, kind: str) -> bool:
+    """Whether a device of this kind executes lazily. Raises InputError where the configuration asks for what it cannot do."""
+    lazy = options.lazy if options.lazy is not None else (kind in ("hpu", "lazy") and not options.compile)
+    if lazy and kind not in ("hpu", "lazy"):
+        raise InputError(
+            f"runtime.lazy=true: device {kind} is not lazy; use runtime.device=lazy (torch's engine) or hpu"
+        )
+    if kind == "lazy" and not lazy:
+        raise InputError("runtime.lazy=false: device lazy is always lazy; use runtime.device=cpu")
+    return lazy
 
 
 def environment(cfg: LoraRecipe, kind: str, lazy: bool) -> dict[str, str]:
@@ -329,6 +329,7 @@ __all__ = [
     "environment",
     "hpu_cards",
     "hpu_installed",
+    "lazy_mode",
     "start",
     "start_lazy_engine",
 ]

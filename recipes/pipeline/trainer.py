@@ -19,6 +19,7 @@ import datasets
 import torch
 from torch.utils.checkpoint import checkpoint  # now: optimum-habana exchanges it in torch's module
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from recipes.pipeline.adapter import save_adapter
 from recipes.pipeline.batches import IGNORED
@@ -38,10 +39,21 @@ def training_arguments(cfg: LoraRecipe, runtime: Runtime, folder: Path) -> Train
     """TrainingArguments, or GaudiTrainingArguments on HPU."""
     options = trainer_options(cfg, runtime, folder)
     if runtime.kind == "hpu":
-        from optimum.habana import GaudiTrainingArguments
-
-        return GaudiTrainingArguments(**options, **gaudi_options(cfg, runtime.lazy))
+        return _optimum_habana().GaudiTrainingArguments(**options, **gaudi_options(cfg, runtime.lazy))
     return TrainingArguments(**options, use_cpu=runtime.kind == "cpu")
+
+
+def _optimum_habana() -> Any:
+    try:
+        import optimum.habana
+    except IndexError as error:  # it reads Gaudi's version off the first line of `pip list | grep habana-torch-plugin`
+        raise InputError(
+            "optimum-habana cannot be imported: the `pip` of this PATH does not list habana-torch-plugin; put the"
+            " environment's own pip first on the PATH (source .venv/bin/activate)"
+        ) from error
+    except ImportError as error:
+        raise InputError(f"optimum-habana cannot be imported ({error}); pip install optimum-habana==1.21.2") from error
+    return optimum.habana
 
 
 def trainer_options(cfg: LoraRecipe, runtime: Runtime, folder: Path) -> dict[str, Any]:
@@ -113,12 +125,34 @@ def zero_stage(cfg: LoraRecipe) -> int:
 def deepspeed_config(cfg: LoraRecipe) -> dict[str, Any]:
     """DeepSpeed's configuration with what train and model already say filled in."""
     filled = copy.deepcopy(cfg.deepspeed)
+    filled.get("zero_optimization", {}).pop(
+        "leaf_module", None
+    )  # set by `gather_whole_layers`, older releases lack the key
     filled.setdefault("train_batch_size", "auto")
     filled.setdefault("train_micro_batch_size_per_gpu", "auto")
     filled.setdefault("gradient_accumulation_steps", "auto")
     filled.setdefault("gradient_clipping", cfg.train.max_grad_norm)
     filled.setdefault("bf16", {"enabled": cfg.model.dtype is Dtype.bfloat16})
     return filled
+
+
+def gather_whole_layers(cfg: LoraRecipe, model: torch.nn.Module) -> None:
+    """ZeRO-3 fetches the classes of zero_optimization.leaf_module whole: one collective, one graph break, a layer."""
+    wanted = (cfg.deepspeed.get("zero_optimization", {}).get("leaf_module") or {}).get("classes", [])
+    if not wanted or not is_deepspeed_zero3_enabled():
+        return
+    from deepspeed.utils import set_z3_leaf_modules
+
+    known = {type(module).__name__: type(module) for module in model.modules()}
+    for name in wanted:
+        if name not in known:
+            raise InputError(
+                f"deepspeed.zero_optimization.leaf_module.classes: {name} is no class of this model's modules;"
+                " Llama's layer is LlamaDecoderLayer"
+            )
+        set_z3_leaf_modules(model, [known[name]])
+    # Such a layer's gradients are reduced in a hook of its input's gradient: the first layer's input must have one
+    model.enable_input_require_grads()
 
 
 def build_trainer(
@@ -132,11 +166,11 @@ def build_trainer(
     """The trainer of this device over `data`, with our mixin and callbacks."""
     base, extra = Trainer, {}
     if runtime.kind == "hpu":
-        from optimum.habana import GaudiConfig, GaudiTrainer
-
-        base = GaudiTrainer
+        habana = _optimum_habana()
+        base = habana.GaudiTrainer
         fused = {name: getattr(cfg.runtime, name) for name in ("use_fused_adam", "use_fused_clip_norm")}
-        extra = {"gaudi_config": GaudiConfig(**fused)}
+        extra = {"gaudi_config": habana.GaudiConfig(**fused)}
+    gather_whole_layers(cfg, model)
     trainer_class = type(f"Lora{base.__name__}", (LoraTrainerMixin, base), {})
     eval_rows = cfg.train.per_device_eval_batch_size * runtime.world_size
     train_rows = 1 if cfg.train.dataloader_drop_last else cfg.train.per_device_train_batch_size * runtime.world_size
@@ -223,11 +257,18 @@ class LoraTrainerMixin:
     def training_step(self, model: Any, inputs: dict, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
         unseen_and_bad = (self.first_bad_step < 0) & ~torch.isfinite(loss)
-        self.first_bad_step = torch.where(unseen_and_bad, self.state.global_step + 1, self.first_bad_step)
+        # Sent as data: as a Python number it would be a constant of the lazy graph, and each step a graph of its own
+        step = torch.tensor(self.state.global_step + 1).to(loss.device)
+        self.first_bad_step = torch.where(unseen_and_bad, step, self.first_bad_step)
         self.loss_since_log = self.loss_since_log + loss
         if self.runtime.kind == "lazy":
             self.runtime.mark_step()
         return loss
+
+    def _maybe_log_save_evaluate(self, loss: torch.Tensor, grad_norm: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(grad_norm, torch.Tensor):  # optimum-habana logs the fused clipping's shape (1,) only
+            grad_norm = grad_norm.reshape(1)
+        super()._maybe_log_save_evaluate(loss, grad_norm, *args, **kwargs)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:  # the base has rounded it to four digits, too few to compare two runs

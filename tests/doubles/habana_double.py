@@ -42,12 +42,6 @@ def _light(value: object) -> object:
     return torch.empty_like(value, device="meta") if isinstance(value, torch.Tensor) else value
 
 
-def autoload() -> None:
-    """What `import torch` itself does on a Gaudi machine: load the bridge, except in lazy mode."""
-    if os.environ.get("PT_HPU_LAZY_MODE", "0") == "0" and os.environ.get("PT_HPU_AUTOLOAD", "1") == "1":
-        import habana_frameworks.torch  # noqa: F401
-
-
 class Placement(TorchFunctionMode):
     """Arguments that name device "hpu" name `DEVICE` instead; a torch.device("hpu") itself can be made."""
 

@@ -3,6 +3,7 @@
 import os
 
 import habana_double
+
 import torch
 
 os.environ.setdefault("HABANA_PROFILE", "profile_api_light")

@@ -1,8 +1,9 @@
 """mark_step: in lazy mode it cuts the graph and runs pending closures; in eager mode it does nothing."""
 
 import habana_double
-import torch
 from habana_frameworks.torch.utils.internal import is_lazy
+
+import torch
 
 _closures: list = []
 

@@ -6,6 +6,7 @@ Signatures from gaudi-pytorch-bridge, habana_frameworks/torch/hpex/kernels: posi
 from enum import IntEnum
 
 import habana_double
+
 import torch
 
 NAMES = ("q", "k", "v", "attn_mask", "dropout_p", "is_causal", "scale", "softmax_mode")

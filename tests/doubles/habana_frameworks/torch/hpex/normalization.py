@@ -1,8 +1,9 @@
 """Doubles of FusedRMSNorm (one dtype for both tensors) and FusedClipNorm (clips in place, one mark_step on either side)."""
 
 import habana_double
-import torch
 from habana_frameworks.torch.core.step_closure import _mark_step_if_lazy
+
+import torch
 
 
 class FusedRMSNorm(torch.autograd.Function):

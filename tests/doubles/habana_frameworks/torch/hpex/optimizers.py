@@ -3,8 +3,9 @@
 import math
 
 import habana_double
-import torch
 from habana_frameworks.torch.core.step_closure import _mark_step_if_lazy
+
+import torch
 
 
 class FusedAdamW(torch.optim.Optimizer):

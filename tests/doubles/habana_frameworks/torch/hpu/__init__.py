@@ -3,7 +3,6 @@
 from contextlib import contextmanager
 
 import habana_double
-import torch
 from habana_frameworks.torch.hpu import metrics, random
 from habana_frameworks.torch.hpu.memory import (
     max_memory_allocated,
@@ -28,6 +27,8 @@ from habana_frameworks.torch.hpu.random import (
     set_rng_state_all,
 )
 from habana_frameworks.torch.utils.internal import is_lazy
+
+import torch
 
 if is_lazy():  # in eager mode these names do not exist
     from habana_frameworks.torch.hpu.graphs import is_current_stream_capturing, wrap_in_hpu_graph  # noqa: F401

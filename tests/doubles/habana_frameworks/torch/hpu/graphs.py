@@ -7,25 +7,45 @@ and the results land in the memory of the first call's results, as a replay's do
 import functools
 
 import habana_double
+
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 _capturing = {"now": False}
-HOST = ("_local_scalar_dense", "nonzero", "is_nonzero", "item")  # these wait for data on the host
+HOST = ("aten::_local_scalar_dense", "aten::nonzero")  # these wait for data on the host
 
 
-class _Recorder(TorchDispatchMode):
+class _Ops(TorchDispatchMode):
+    """The ops of one pass, by name."""
+
     def __init__(self):
         super().__init__()
-        self.ops = []
+        self.names = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func.overloadpacket.__name__
-        if name in HOST and habana_double.DEVICE == "lazy":  # on the CPU, eager code may look
-            raise RuntimeError(f"cpu fallback is not supported during hpu graph capturing: {name}")
-        self.ops.append(name)
+        self.names.append(func.overloadpacket.__name__)
         return func(*args, **(kwargs or {}))
+
+
+class _Waits:
+    """The same where torch's lazy engine runs: it shows what it had to fall back for, and none of it may wait for data."""
+
+    names = ()
+
+    def __enter__(self):
+        self.before = self.count()
+        return self
+
+    def __exit__(self, *error):
+        if self.count() > self.before:
+            raise RuntimeError("cpu fallback is not supported during hpu graph capturing")
+
+    @staticmethod
+    def count():
+        import torch._lazy.metrics as counters
+
+        return sum(counters.counter_value(name) for name in HOST if name in counters.counter_names())
 
 
 def is_current_stream_capturing():
@@ -58,11 +78,11 @@ def wrap_in_hpu_graph(module, asynchronous=False, disable_tensor_cache=False, dr
 
 
 def _record(plain, args, kwargs):
-    recorder = _Recorder()
+    recorder = _Waits() if habana_double.DEVICE == "lazy" else _Ops()
     _capturing["now"] = True
     try:
         with recorder:
-            return recorder.ops, plain(*args, **kwargs)
+            return recorder.names, plain(*args, **kwargs)
     finally:
         _capturing["now"] = False
 

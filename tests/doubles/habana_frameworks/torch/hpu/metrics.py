@@ -1,6 +1,7 @@
 """Counters of the graph compiler: here, torch's lazy engine's compilations where tensors lie there."""
 
 import habana_double
+
 import torch
 
 NAMES = ("graph_compilation", "cpu_fallback", "memory_defragmentation", "recipe_cache")

@@ -5,5 +5,5 @@ from functools import lru_cache
 
 
 @lru_cache
-def is_lazy() -> bool:
+def is_lazy():
     return os.environ.get("PT_HPU_LAZY_MODE", "0") != "0"
