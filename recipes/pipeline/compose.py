@@ -65,6 +65,7 @@ def recipe(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
                     raise
                 _fail(explain(error), 2)
 
+        program.recipe = function  # the pipeline itself, for a configuration at hand
         return program
 
     return decorate

@@ -48,3 +48,9 @@ def test_nothing_of_omegaconf_is_left(compose):
     assert type(cfg.adapter.target_modules) is list
     assert type(cfg.adapter.rank_pattern) is dict
     assert type(cfg.deepspeed["zero_optimization"]) is dict
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "lazy"])
+def test_gaudis_optimizer_is_refused_elsewhere(compose, device):
+    with pytest.raises(InputError, match=f"use_fused_adam=true is Gaudi's; leave it out with runtime.device={device}"):
+        compose("+experiment=tiny", f"runtime.device={device}", "runtime.use_fused_adam=true")
