@@ -9,7 +9,7 @@ RUN := $(VENV)/bin/python
 GAUDI := $(shell $(PYTHON) -c "import importlib.util as u; print(int(u.find_spec('habana_frameworks') is not None))" 2>/dev/null)
 READY := $(VENV)/.ready
 
-.PHONY: setup demo test test-torch210 lint clean
+.PHONY: setup demo test test-torch210 test-two-hosts lint clean
 
 setup: $(READY)
 
@@ -36,6 +36,10 @@ test: setup
 # The release of torch that Gaudi 1.24 ships; several GB, so by hand
 test-torch210:
 	$(MAKE) test VENV=.venv-torch210 TORCH=torch==2.10.0
+
+# Two hosts as network namespaces with an sshd each: root, openssh-server, iproute2
+test-two-hosts: setup
+	$(RUN) tests/two_hosts.py
 
 lint: setup
 	$(RUN) -m ruff check .
