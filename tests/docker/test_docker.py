@@ -13,7 +13,7 @@ import yaml
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCKER = REPOSITORY / "docker"
 FILES = sorted(DOCKER.glob("Dockerfile*"))
-INSTRUCTIONS = set("ARG FROM SHELL WORKDIR RUN COPY ENTRYPOINT CMD".split())
+INSTRUCTIONS = {"ARG", "FROM", "SHELL", "WORKDIR", "RUN", "COPY", "ENTRYPOINT", "CMD"}
 
 
 def tool(name: str) -> str:
