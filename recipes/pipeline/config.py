@@ -177,6 +177,9 @@ class BaselineConfig:
     tolerance: dict[str, float] = field(
         default_factory=dict
     )  # absolute, two-sided; a metric without one is only reported
+    facts: dict[str, Any] = field(default_factory=dict)  # what a run must share to be comparable (scripts/results.py)
+    settings: dict[str, Any] = field(default_factory=dict)  # the run's options, flat
+    steps: dict[str, Any] = field(default_factory=dict)  # step -> loss, grad_norm, learning_rate
 
 
 @dataclass
@@ -191,6 +194,7 @@ class LoraRecipe:
     seed: int = 42
     dry_run: bool = False  # resolve, check, print the run plan, stop
     debug: bool = False  # tracebacks, and each rank's messages
+    trace_steps: int = 0  # optimizer steps whose tensors are fingerprinted into trace.jsonl, for scripts/parity.py
 
 
 def check(cfg: LoraRecipe) -> None:

@@ -29,6 +29,7 @@ from recipes.pipeline.metrics import EvaluationSums, Throughput, count_targets, 
 from recipes.pipeline.progress import ProgressBar, StepLog
 from recipes.pipeline.runtime import Runtime
 from recipes.pipeline.sampler import EpochSampler
+from recipes.pipeline.trace import Tracer
 
 # An index that selects no position: the loss needs no logits
 NO_LOGITS = torch.empty(0, dtype=torch.long)
@@ -211,6 +212,8 @@ class LoraTrainerMixin:
                 self.remove_callback(callback)
         self.add_callback(StepLog(self))
         self.add_callback(ProgressBar(self))
+        if cfg.trace_steps and runtime.is_main:
+            self.add_callback(Tracer(Path(self.args.output_dir), cfg.trace_steps))
 
     # Loss: the mean over the targets of the whole optimizer step
 
