@@ -14,11 +14,13 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import Linear as LoraLinear
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from modeling.decoding import LowRank, plain
 from recipes.pipeline.config import AdapterConfig, AdapterKind, Dtype, InputError, LoraRecipe
 
 CONFIG_FILE = "adapter_config.json"
@@ -179,6 +181,23 @@ def save_adapter(model: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerB
             tokenizer.save_pretrained(part)
         for file in sorted(Path(part).iterdir()):
             os.replace(file, folder / file.name)
+
+
+# Reading
+
+
+def plain_lora(module: nn.Module) -> tuple[nn.Module, LowRank | None] | None:
+    """The linear module below PEFT's wrapper and its LoRA matrices; None where more than one plain LoRA is at work."""
+    if not isinstance(module, LoraLinear):
+        return plain(module)
+    if module.disable_adapters:
+        return plain(module.base_layer)
+    unusual = module.merged or module.lora_variant or module.lora_bias.get(NAME) or module.lora_embedding_A
+    found = plain(module.base_layer)
+    if unusual or module.active_adapters != [NAME] or found is None:
+        return None
+    down, up = module.lora_A[NAME].weight.data, module.lora_B[NAME].weight.data
+    return found[0], LowRank(down, up, module.scaling[NAME])
 
 
 # Loading

@@ -201,6 +201,7 @@ class GenerateConfig:
     )
     prefill_chunk: int = 0  # prompt tokens a forward; 0: the whole prompt
     stop_check: int | None = None  # tokens between looks at whether all rows ended; null: 1 on a CPU, 16 on a card
+    fused: bool = True  # join weights of one input where the device runs op by op; false: the modules as they are
     compact: bool | None = None  # when half of the rows have ended, go on with the others only; null: in eager
 
 

@@ -11,9 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from peft import PeftModel
 from torch import Tensor, nn
 
 from modeling.cache import ReusedKeyValues
+from modeling.decoding import FusedDecoder, can_fuse
+from recipes.pipeline.adapter import plain_lora
 from recipes.pipeline.config import GenerateConfig, RuntimeConfig
 from recipes.pipeline.runtime import Runtime
 
@@ -70,6 +73,10 @@ class Decoder:
         self.cache = ReusedKeyValues(config, shape.rows, shape.length, dtype, runtime.device, whole=self.whole)
         self.prompt_step = Step(model, self.cache)
         self.token_step = _executed(Step(model, self.cache), runtime, execution)
+        self.fused = None
+        inner = model.get_base_model() if isinstance(model, PeftModel) else model
+        if options.fused and not self.whole and can_fuse(inner, plain_lora):
+            self.fused = FusedDecoder(inner, shape.length, plain_lora)
         self.last = torch.tensor([0], device=runtime.device)
         self.mask: Tensor | None = None
         self.padding: Tensor | None = None
@@ -110,6 +117,10 @@ class Decoder:
 
     def _forward(self, module: nn.Module, ids: Tensor, mask: Tensor | None, slots: Tensor, kept: Tensor) -> Tensor:
         places = (slots - self.padding).clamp(min=0)
+        if self.fused is not None:
+            scores = self.fused(ids, mask, places, self.cache).unsqueeze(1)
+            self.cache.position.add_(ids.shape[1])
+            return scores
         scores = module(ids, mask, places, slots, kept)
         self.cache.position.add_(ids.shape[1])
         return scores

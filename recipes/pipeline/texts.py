@@ -22,13 +22,18 @@ class Writer:
         self.ends = set() if options.ignore_eos else set(ends)
         self.context = list(prompt[-CONTEXT:])
         self.ids: list[int] = []
-        self.text = ""
         self.reason: str | None = None
         self.told = 0
+        self._end: int | None = None  # where a stop text begins
 
     @property
     def ended(self) -> bool:
         return self.reason is not None
+
+    @property
+    def text(self) -> str:
+        """Without end token and stop text. Decoded when asked for: a look at every token must cost little."""
+        return self._decode(len(self.ids))[: self._end]
 
     def add(self, ids: Sequence[int], last: bool = False) -> None:
         """Tokens that follow; what comes behind an end token or a stop text is dropped."""
@@ -38,34 +43,34 @@ class Writer:
             if token in self.ends:
                 self.reason = "eos"
                 break
-        self.text = self._decode(len(self.ids))
-        if self.options.stop and (place := self._stop_place(self.text)) is not None:
-            self._cut(known, place)
+        if self.options.stop and self._stop_place(self._decode(len(self.ids))) is not None:
+            self._cut(known)
         elif last and not self.ended:
             self.reason = "length"
 
     def news(self) -> str:
         """Text since the last call, without what may still change: half a character, the beginning of a stop text."""
-        end = len(self.text)
+        text = self.text
+        end = len(text)
         if not self.ended:
-            while end and self.text[end - 1] == BROKEN:
+            while end and text[end - 1] == BROKEN:
                 end -= 1
             longest = max((len(stop) for stop in self.options.stop), default=1) - 1
             end = max(self.told, end - longest)
-        fresh, self.told = self.text[self.told : end], max(self.told, end)
+        fresh, self.told = text[self.told : end], max(self.told, end)
         return fresh
 
     def _stop_place(self, text: str) -> int | None:
         places = [place for stop in self.options.stop if (place := text.find(stop)) >= 0]
         return min(places) if places else None
 
-    def _cut(self, known: int, place: int) -> None:
+    def _cut(self, known: int) -> None:
         # Tokens up to the one that completed a stop text, whatever has been decoded beyond it
         for count in range(known + 1, len(self.ids) + 1):
-            if (found := self._stop_place(self._decode(count))) is not None:
-                self.ids, self.text, self.reason = self.ids[:count], self._decode(count)[:found], "stop"
+            self._end = self._stop_place(self._decode(count))
+            if self._end is not None:
+                self.ids, self.reason = self.ids[:count], "stop"
                 return
-        self.text, self.reason = self.text[:place], "stop"
 
     def _decode(self, count: int) -> str:
         call = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
