@@ -235,6 +235,9 @@ class GenerateRecipe(LoraRecipe):
 
     generate: GenerateConfig = field(default_factory=GenerateConfig)
 
+    def __post_init__(self) -> None:
+        self.train.do_train = self.train.gradient_checkpointing = False  # an experiment's, for the other recipe
+
 
 def check(cfg: LoraRecipe) -> None:
     """Rules between fields, without a look at the machine. Raises InputError for the first that is broken."""
@@ -336,3 +339,42 @@ def _check_deepspeed(cfg: LoraRecipe) -> None:
 def check_generation(cfg: GenerateRecipe) -> None:
     """As `check`, for generation."""
     _check_runtime(cfg.runtime)
+    _check_deepspeed(cfg)
+    options = cfg.generate
+    if (cfg.model.name_or_path == "random") != bool(cfg.model.config):
+        raise InputError("model.config belongs to model.name_or_path=random, and only to it")
+    if cfg.model.implementation is Implementation.stock:
+        raise InputError(
+            "model.implementation=stock does not generate here (scripts/bench_generate.py compares with it)"
+        )
+    sources = [bool(options.prompt), options.file is not None, options.held_out]
+    if sum(sources) > 1 or not (any(sources) or cfg.dry_run):
+        raise InputError(
+            "give one of generate.prompt=['A text'], generate.file=FILE and generate.held_out=true;"
+            f" {'none' if not any(sources) else 'more than one'} is given"
+        )
+    _check_generation_ranges(options)
+    stage = (cfg.deepspeed.get("zero_optimization") or {}).get("stage")
+    if options.tensor_parallel > 1 and stage == 3:
+        raise InputError("generate.tensor_parallel and ZeRO-3 both cut the weights; use deepspeed=none")
+    if options.tensor_parallel > 1 and cfg.adapter.use_dora:
+        raise InputError(
+            "adapter.use_dora=true needs whole weights; merge the adapter, or use generate.tensor_parallel=1"
+        )
+
+
+def _check_generation_ranges(options: GenerateConfig) -> None:
+    least = {"max_new_tokens": 1, "tensor_parallel": 1, "prefill_chunk": 0, "top_k": 0, "temperature": 0}
+    maybe = {"length_bucket": 1, "stop_check": 1, "max_prompts": 1, "max_prompt_tokens": 1}
+    for name, low in (least | maybe).items():
+        value = getattr(options, name)
+        if value is not None and not value >= low:
+            raise InputError(f"generate.{name}={value}: takes {low} or more")
+    if not 0 < options.top_p <= 1:
+        raise InputError(f"generate.top_p={options.top_p}: takes above 0 to 1")
+    if not options.repetition_penalty > 0:
+        raise InputError(f"generate.repetition_penalty={options.repetition_penalty}: takes above 0; 1 changes nothing")
+    if options.batch_size != "auto" and (not isinstance(options.batch_size, int) or options.batch_size < 1):
+        raise InputError(f"generate.batch_size={options.batch_size}: takes 1 or more rows, or auto")
+    if "" in options.stop:
+        raise InputError("generate.stop holds an empty text, which ends everything at once; leave it out")

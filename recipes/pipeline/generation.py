@@ -6,6 +6,7 @@ ended rows behind. Prompts are sorted by length into batches; completions come b
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from recipes.pipeline.config import GenerateConfig, InputError, RuntimeConfig
 from recipes.pipeline.decoder import Decoder, Shape, keeps_graphs, padded_width
 from recipes.pipeline.ranks import Ranks
+from recipes.pipeline.room import out_of_memory, planned_rows
 from recipes.pipeline.runtime import Runtime
 from recipes.pipeline.sampling import Sampler, prompt_seed
 from recipes.pipeline.texts import Writer
@@ -71,27 +73,67 @@ class Generator:
     execution: RuntimeConfig = field(default_factory=RuntimeConfig)
     ranks: Ranks = field(default_factory=Ranks)
     on_text: Callable[[int, str, bool], None] | None = None
+    on_batch: Callable[[int], None] | None = None  # rows that have just been finished
     speed: Speed = field(default_factory=Speed)
     decoder: Decoder | None = None
+    batch_rows: int | None = None  # rows of a batch, once known
+
+    def rows(self, longest: int) -> int:
+        """Rows of a batch of prompts of up to `longest` tokens: said, or from the memory plan. Collective."""
+        if self.batch_rows is None:
+            said = self.options.batch_size
+            self.batch_rows = said if isinstance(said, int) else planned_rows(self, longest)
+        return self.batch_rows
 
     def run(self, requests: Sequence[Request]) -> dict[int, Completion]:
         """Completions of this rank's share of `requests`, by place."""
-        whole = keeps_graphs(self.runtime, self.execution)
-        batches = self.batches(requests, whole)
-        if not batches:
-            return {}
-        self._make_room(batches, whole)
         done: dict[int, Completion] = {}
+        if not requests:
+            return done
+        self.rows(max(len(request.ids) for request in requests))
         self.model.eval()
-        with torch.no_grad():
-            for batch in batches:
-                done.update(self._decode(batch))
+        places = list(range(len(requests)))
+        while places:
+            try:
+                with torch.no_grad():
+                    self._run(requests, places, done)
+                spent = False
+            except RuntimeError as error:
+                if not self._may_halve(error):
+                    raise
+                spent = True
+            if not self._halved(spent):
+                break
+            places = [place for place in places if place not in done]
         return done
 
-    def batches(self, requests: Sequence[Request], whole: bool) -> list[Batch]:
-        """This rank's batches. Rows of like length go together; every rank has the same number, of the same widths."""
-        order = sorted(range(len(requests)), key=lambda n: -len(requests[n].ids))
-        size = int(self.options.batch_size) * self.ranks.groups
+    def _run(self, requests: Sequence[Request], places: list[int], done: dict[int, Completion]) -> None:
+        batches = self.batches(requests, places)
+        if batches:
+            self._make_room(batches)
+        for batch in batches:
+            done.update(self._decode(batch))
+            if self.on_batch:
+                self.on_batch(len(batch.places))
+
+    def _may_halve(self, error: RuntimeError) -> bool:
+        automatic = self.options.batch_size == "auto" and self.batch_rows > 1
+        alone = not self.ranks.lockstep and self.options.tensor_parallel == 1  # others wait inside the same forward
+        return automatic and alone and out_of_memory(error)
+
+    def _halved(self, spent: bool) -> bool:
+        """After memory ran out: half the rows, and on with what is missing."""
+        if spent:
+            self.decoder = None
+            self.batch_rows //= 2
+            print(f"out of memory: going on with {self.batch_rows} row(s) a batch", file=sys.stderr)
+        return spent
+
+    def batches(self, requests: Sequence[Request], places: Sequence[int]) -> list[Batch]:
+        """This rank's batches. Rows of like length go together, the longest first, dealt over the ranks."""
+        order = sorted(places, key=lambda n: -len(requests[n].ids))
+        size = self.batch_rows * self.ranks.groups
+        whole = keeps_graphs(self.runtime, self.execution)
         batches = []
         for start in range(0, len(order), size):
             group = order[start : start + size]
@@ -103,7 +145,7 @@ class Generator:
                 batches.append(Batch([], [requests[group[0]]], width))
         return batches
 
-    def _make_room(self, batches: list[Batch], whole: bool) -> None:
+    def _make_room(self, batches: list[Batch]) -> None:
         shape = Shape(
             rows=max(len(batch.requests) for batch in batches),
             length=max(batch.width for batch in batches) + self.options.max_new_tokens,
