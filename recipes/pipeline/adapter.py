@@ -8,7 +8,7 @@ import json
 import os
 import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -216,12 +216,15 @@ def load_adapter(model: PreTrainedModel, folder: Path, trainable: bool) -> PeftM
     ours = get_peft_model_state_dict(
         wrapped, state_dict=dict(wrapped.named_parameters()), adapter_name=NAME, save_embedding_layers=False
     )
+    shares = getattr(model, "shares", None)  # under tensor parallelism a rank has a part of some matrices
     with _open_weights(folder) as file:
-        _check_keys(folder, {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}, ours)  # noqa: SIM118
+        found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        _check_keys(folder, found, ours, shares.whole_shape if shares else lambda _, shape: shape)
         for key, parameter in ours.items():
             with torch.no_grad(), _whole(parameter, write=True):
                 if parameter.numel():
-                    parameter.data.copy_(file.get_tensor(key))
+                    whole = file.get_tensor(key)
+                    parameter.data.copy_(shares.part(key, whole) if shares else whole)
     if not trainable:
         wrapped.requires_grad_(False)
     wrapped.adapter_origin = str(folder)
@@ -258,7 +261,12 @@ def _open_weights(folder: Path) -> Iterator[safe_open]:
         yield stream
 
 
-def _check_keys(folder: Path, found: dict[str, tuple[int, ...]], ours: dict[str, nn.Parameter]) -> None:
+def _check_keys(
+    folder: Path,
+    found: dict[str, tuple[int, ...]],
+    ours: dict[str, nn.Parameter],
+    whole_shape: Callable[[str, tuple[int, ...]], tuple[int, ...]],
+) -> None:
     missing, unknown = sorted(set(ours) - set(found)), sorted(set(found) - set(ours))
     if missing or unknown:
         first = f"missing {missing[0]}" if missing else f"unknown {unknown[0]}"
@@ -266,7 +274,7 @@ def _check_keys(folder: Path, found: dict[str, tuple[int, ...]], ours: dict[str,
             f"{folder / WEIGHTS_FILE} does not fit this model: {len(missing)} keys missing, {len(unknown)} unknown; first: {first}"
         )
     for key, parameter in ours.items():
-        wanted = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        wanted = whole_shape(key, tuple(getattr(parameter, "ds_shape", parameter.shape)))
         if found[key] != wanted:
             raise InputError(
                 f"{folder / WEIGHTS_FILE} is of another base model: {key} is {found[key]}, the model needs {wanted}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+from peft import PeftModel
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
@@ -14,6 +15,7 @@ from recipes.pipeline.config import Dtype, GenerateRecipe
 from recipes.pipeline.generation import Generator, end_ids
 from recipes.pipeline.ranks import Ranks
 from recipes.pipeline.runtime import Runtime
+from recipes.pipeline.tensor_parallel import connect
 
 _registered: list[HfDeepSpeedConfig] = []  # transformers keeps a weak reference only
 
@@ -43,6 +45,9 @@ def register(cfg: GenerateRecipe) -> None:
 def distribute(cfg: GenerateRecipe, model: nn.Module, runtime: Runtime) -> nn.Module:
     """The model on its device, under ZeRO-3 with the hooks that gather weights."""
     model.requires_grad_(False)
+    if cfg.generate.tensor_parallel > 1:
+        base = model.get_base_model() if isinstance(model, PeftModel) else model
+        return connect(model.to(runtime.device), base.shares)
     if not uses_zero3(cfg):
         return model.to(runtime.device)
     import deepspeed
