@@ -7,7 +7,9 @@ import difflib
 import json
 import os
 import re
+import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -212,7 +214,10 @@ def load_adapter(model: PreTrainedModel, folder: Path, trainable: bool) -> PeftM
             check_names("target_modules", sorted(config.target_modules), _linear_names(model))
         except InputError as error:
             raise InputError(f"adapter.path={folder} is of another base model: {error}") from error
-    wrapped = get_peft_model(model, config)
+    _compare_bases(folder, config, model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*base_model_name_or_path.*")  # said by ourselves
+        wrapped = get_peft_model(model, config)
     ours = get_peft_model_state_dict(
         wrapped, state_dict=dict(wrapped.named_parameters()), adapter_name=NAME, save_embedding_layers=False
     )
@@ -229,6 +234,13 @@ def load_adapter(model: PreTrainedModel, folder: Path, trainable: bool) -> PeftM
         wrapped.requires_grad_(False)
     wrapped.adapter_origin = str(folder)
     return wrapped
+
+
+def _compare_bases(folder: Path, config: PeftConfig, model: PreTrainedModel) -> None:
+    # By the last part of the path: models are moved and copied. Shapes are compared key by key later
+    trained_on, given = (Path(name or "").name for name in (config.base_model_name_or_path, model.name_or_path))
+    if trained_on and given and trained_on != given and _is_main():
+        print(f"adapter.path={folder} was trained on {trained_on}, the model here is {given}", file=sys.stderr)
 
 
 def _read_config(folder: Path) -> PeftConfig:

@@ -54,11 +54,15 @@ class Speed:
 
 @dataclass
 class Batch:
-    """Requests that are decoded together, padded to `width`."""
+    """Requests that are decoded together, padded to `width`; those behind the last place are run and not read."""
 
-    places: list[int]  # in the input; empty where this rank only keeps step with the others
+    places: list[int]  # in the input
     requests: list[Request]
     width: int
+
+    def filled(self, rows: int) -> Batch:
+        """With `rows` requests: where graphs are kept, a smaller batch would be a shape of its own."""
+        return Batch(self.places, self.requests + self.requests[:1] * (rows - len(self.requests)), self.width)
 
 
 @dataclass
@@ -164,6 +168,8 @@ class Generator:
 
     def _decode(self, batch: Batch) -> dict[int, Completion]:
         began = time.perf_counter()
+        if self.decoder.whole:
+            batch = batch.filled(self.decoder.shape.rows)
         prompts = [request.ids for request in batch.requests]
         seeds = [request.seed for request in batch.requests]
         device = self.runtime.device
@@ -176,7 +182,7 @@ class Generator:
                 self.runtime.synchronize()
                 now = time.perf_counter()
                 self.speed.prefill_seconds += now - began
-                self.speed.prefill_tokens += sum(map(len, prompts)) if batch.places else 0
+                self.speed.prefill_tokens += sum(map(len, prompts[: len(batch.places)]))
                 if self.speed.first_token_seconds is None:
                     self.speed.first_token_seconds = now - began
             last = step + 1 == self.options.max_new_tokens
@@ -199,12 +205,14 @@ class Loop:
         self.generator, self.batch, self.options = generator, batch, options
         self.pad = generator.tokenizer.pad_token_id or 0
         self.ends = None if options.ignore_eos else torch.tensor(generator.ends, device=device)
-        self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.finished = torch.arange(rows, device=device) >= len(batch.places)
         self.alive = list(range(rows))  # rows of the batch that the device still holds
         self.fresh: list[Tensor] = []  # tokens (B,) since the last look
         self.every = options.stop_check or (1 if generator.runtime.kind == "cpu" else CHECK_ON_CARD)
         context = [request.ids for request in batch.requests]
         self.writers = [Writer(generator.tokenizer, ids, generator.ends, options) for ids in context]
+        for unread in self.writers[len(batch.places) :]:
+            unread.reason = "unread"
         compact = options.compact
         self.compact = not generator.decoder.whole if compact is None else compact
         self.tokens: Tensor
@@ -226,10 +234,10 @@ class Loop:
             writer = self.writers[row]
             if not writer.ended:
                 writer.add(ids, last)
-                if self.generator.on_text and self.batch.places:
+                if self.generator.on_text:
                     self.generator.on_text(self.batch.places[row], writer.news(), writer.ended)
         going = [n for n, row in enumerate(self.alive) if not self.writers[row].ended]
-        if not self.generator.ranks.any(bool(going) and bool(self.batch.places)):
+        if not self.generator.ranks.any(bool(going)):
             return True
         if last:
             return True

@@ -153,6 +153,7 @@ def _configured(model: PreTrainedModel, folder: Any, tokenizer: PreTrainedTokeni
     with contextlib.suppress(OSError):  # a model may have no generation configuration
         model.generation_config = GenerationConfig.from_pretrained(folder)
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.name_or_path = str(folder)
     return model
 
 
