@@ -60,6 +60,11 @@ class Batch:
     requests: list[Request]
     width: int
 
+    def split(self, rows: int) -> list[Batch]:
+        """The same in parts of up to `rows`."""
+        starts = range(0, len(self.places), rows)
+        return [Batch(self.places[n : n + rows], self.requests[n : n + rows], self.width) for n in starts]
+
     def filled(self, rows: int) -> Batch:
         """With `rows` requests: where graphs are kept, a smaller batch would be a shape of its own."""
         return Batch(self.places, self.requests + self.requests[:1] * (rows - len(self.requests)), self.width)
@@ -96,46 +101,39 @@ class Generator:
             return done
         self.rows(max(len(request.ids) for request in requests))
         self.model.eval()
-        places = list(range(len(requests)))
-        while places:
+        waiting = self.batches(requests)
+        while waiting:
+            self._make_room(waiting)
+            spent = False
             try:
                 with torch.no_grad():
-                    self._run(requests, places, done)
-                spent = False
+                    done.update(self._decode(waiting[0]))
             except RuntimeError as error:
-                if not self._may_halve(error):
+                spent = self._may_halve(error)
+                if not spent:
                     raise
-                spent = True
-            if not self._halved(spent):
-                break
-            places = [place for place in places if place not in done]
-        return done
-
-    def _run(self, requests: Sequence[Request], places: list[int], done: dict[int, Completion]) -> None:
-        batches = self.batches(requests, places)
-        if batches:
-            self._make_room(batches)
-        for batch in batches:
-            done.update(self._decode(batch))
+            if spent:  # here no traceback holds the tensors of the attempt any more
+                waiting = self._halve(waiting)
+                continue
             if self.on_batch:
-                self.on_batch(len(batch.places))
+                self.on_batch(len(waiting[0].places))
+            waiting = waiting[1:]
+        return done
 
     def _may_halve(self, error: RuntimeError) -> bool:
         automatic = self.options.batch_size == "auto" and self.batch_rows > 1
         alone = not self.ranks.lockstep and self.options.tensor_parallel == 1  # others wait inside the same forward
         return automatic and alone and out_of_memory(error)
 
-    def _halved(self, spent: bool) -> bool:
-        """After memory ran out: half the rows, and on with what is missing."""
-        if spent:
-            self.decoder = None
-            self.batch_rows //= 2
-            print(f"out of memory: going on with {self.batch_rows} row(s) a batch", file=sys.stderr)
-        return spent
+    def _halve(self, waiting: list[Batch]) -> list[Batch]:
+        self.decoder = None
+        self.batch_rows = (self.batch_rows + 1) // 2
+        print(f"out of memory: going on with {self.batch_rows} row(s) a batch", file=sys.stderr)
+        return [half for batch in waiting for half in batch.split(self.batch_rows)]
 
-    def batches(self, requests: Sequence[Request], places: Sequence[int]) -> list[Batch]:
+    def batches(self, requests: Sequence[Request]) -> list[Batch]:
         """This rank's batches. Rows of like length go together, the longest first, dealt over the ranks."""
-        order = sorted(places, key=lambda n: -len(requests[n].ids))
+        order = sorted(range(len(requests)), key=lambda n: -len(requests[n].ids))
         size = self.batch_rows * self.ranks.groups
         whole = keeps_graphs(self.runtime, self.execution)
         batches = []
