@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from modeling.cache import ReusedKeyValues
 from modeling.decoding import FusedDecoder, can_fuse
+from modeling.llama import LlamaRotaryEmbedding
 from recipes.pipeline.adapter import plain_lora
 from recipes.pipeline.config import GenerateConfig, RuntimeConfig
 from recipes.pipeline.runtime import Runtime
@@ -80,6 +81,7 @@ class Decoder:
         self.last = torch.tensor([0], device=runtime.device)
         self.mask: Tensor | None = None
         self.padding: Tensor | None = None
+        _settle(inner, runtime)
 
     def prefill(self, prompts: Sequence[Sequence[int]], width: int, pad: int) -> Tensor:
         """Start a batch with `prompts`, padded to `width`; scores (B, V) behind the last token of each."""
@@ -124,6 +126,14 @@ class Decoder:
         scores = module(ids, mask, places, slots, kept)
         self.cache.position.add_(ids.shape[1])
         return scores
+
+
+def _settle(model: nn.Module, runtime: Runtime) -> None:
+    """What the first forward would make (rotary frequencies, the cache) is data before it, and no part of its graph."""
+    for module in model.modules():
+        if isinstance(module, LlamaRotaryEmbedding):
+            module(torch.zeros(1, 1, dtype=torch.long, device=runtime.device))
+    runtime.mark_step()
 
 
 def keeps_graphs(runtime: Runtime, execution: RuntimeConfig) -> bool:

@@ -189,6 +189,7 @@ class Generator:
             if not last:
                 scores = self.decoder.step(loop.tokens)
             self.runtime.mark_step()
+        self.runtime.mark_step()  # nothing is left over that the next batch's first graph would have to do
         self.speed.decode_seconds += time.perf_counter() - now
         completions = loop.completions()
         self.speed.decode_tokens += sum(c.new_tokens - 1 for c in completions.values())
@@ -203,7 +204,8 @@ class Loop:
         self.generator, self.batch, self.options = generator, batch, options
         self.pad = generator.tokenizer.pad_token_id or 0
         self.ends = None if options.ignore_eos else torch.tensor(generator.ends, device=device)
-        self.finished = torch.arange(rows, device=device) >= len(batch.places)
+        # Values made on the host: a count of rows inside a lazy graph would make a graph for each
+        self.finished = (torch.arange(rows) >= len(batch.places)).to(device)
         self.alive = list(range(rows))  # rows of the batch that the device still holds
         self.fresh: list[Tensor] = []  # tokens (B,) since the last look
         self.every = options.stop_check or (1 if generator.runtime.kind == "cpu" else CHECK_ON_CARD)
