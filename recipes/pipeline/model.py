@@ -37,7 +37,8 @@ DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 def build_model(cfg: LoraRecipe, tokenizer: PreTrainedTokenizerBase, runtime: Runtime) -> torch.nn.Module:
     """The model of `cfg`, with its adapter if it has one. Raises InputError for what cannot be loaded."""
     model = load_weights(cfg, tokenizer, shares_of(cfg, runtime))
-    check_lengths(cfg, model.config)
+    if not isinstance(cfg, GenerateRecipe):  # there the prompts are checked, one by one
+        check_lengths(cfg, model.config)
     if cfg.model.implementation is Implementation.vendored:
         bind(model, build_execution(cfg.runtime, runtime))
     else:
