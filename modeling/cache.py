@@ -93,10 +93,13 @@ class ReusedKeyValues(StaticKeyValues):
             keys.index_copy_(2, positions, key.to(keys.dtype))
             values.index_copy_(2, positions, value.to(values.dtype))
             return (key, value) if self.empty else (keys, values)
-        end = self.filled + key.shape[2]
-        keys[:, :, self.filled : end] = key
-        values[:, :, self.filled : end] = value
-        return (key, value) if self.empty else (keys[:, :, :end], values[:, :, :end])
+        count = key.shape[2]
+        keys.narrow(2, self.filled, count).copy_(key)
+        values.narrow(2, self.filled, count).copy_(value)
+        if self.empty:
+            return key, value
+        end = self.filled + count
+        return keys.narrow(2, 0, end), values.narrow(2, 0, end)
 
     def advance(self, tokens: int) -> None:
         self.empty = False

@@ -122,7 +122,12 @@ class FusedDecoder:
         return self.head(self._norm(last, self.norm))
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return F.rms_norm(x, weight.shape, weight, self.eps)
+        # ops.rms_norm's formula in its input's own precision's fewest ops
+        size = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        inverse = size.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
+        if x.dtype is torch.float32:
+            return (x * inverse).mul_(weight)
+        return (x.float() * inverse).to(x.dtype).mul_(weight)
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> Tensor:
         """q (B, N, S, D), k and v (B, K, T, D) -> (B * S, N * D)."""

@@ -106,7 +106,8 @@ class Generator:
             self._make_room(waiting)
             spent = False
             try:
-                with torch.no_grad():
+                # Fused decoding leaves nothing behind that a later forward with gradients could meet
+                with torch.no_grad(), torch.inference_mode(self.decoder.fused is not None):
                     done.update(self._decode(waiting[0]))
             except RuntimeError as error:
                 spent = self._may_halve(error)

@@ -100,8 +100,8 @@ def load_weights(cfg: LoraRecipe, tokenizer: PreTrainedTokenizerBase, shares: Sh
     check_vocabulary(tokenizer, config.vocab_size)
     if is_deepspeed_zero3_enabled():
         return _streamed(cfg, model_class, config, source, tokenizer)
-    if shares is not None:
-        return _shared(cfg, config, source, tokenizer, shares)
+    if isinstance(cfg, GenerateRecipe):
+        return _read(cfg, config, source, tokenizer, shares or Shares(0, 1))
     options = {
         "config": config,
         "torch_dtype": DTYPES[cfg.model.dtype],
@@ -140,12 +140,13 @@ def _streamed(
     return _configured(model, folder, tokenizer)
 
 
-def _shared(
+def _read(
     cfg: LoraRecipe, config: LlamaConfig, source: Any, tokenizer: PreTrainedTokenizerBase, shares: Shares
 ) -> PreTrainedModel:
+    # Not mapped from the file, as transformers does: decoding stores weights anew, and mapped pages would stay beside them
     folder = local_folder(source, cfg.model)
     check_folder(folder)
-    model = empty_model(config, DTYPES[cfg.model.dtype], shares)
+    model = _built(lambda: empty_model(config, DTYPES[cfg.model.dtype], shares))
     read_into(model, weight_files(folder))
     return _configured(model, folder, tokenizer)
 

@@ -143,10 +143,11 @@ class HeadShard(LlamaHead):
 
 
 def empty_model(config: LlamaConfig, dtype: torch.dtype, shares: Shares) -> LlamaForCausalLM:
-    """A rank's share of a Llama, its weights allocated and zero."""
+    """A rank's share of a Llama, its weights allocated and zero. One rank: the whole model, in memory of its own."""
     with no_init_weights(), torch.device("meta"):
         model = LlamaForCausalLM(narrowed(config, shares.ranks))
-        model.model.embed_tokens, model.lm_head = TableShard(config, shares), HeadShard(config, shares)
+        if shares.ranks > 1:
+            model.model.embed_tokens, model.lm_head = TableShard(config, shares), HeadShard(config, shares)
     model = model.to(dtype).to_empty(device="cpu")
     if config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight
@@ -180,6 +181,8 @@ def read_into(model: LlamaForCausalLM, files: list[Path]) -> None:
 
 
 def _read(file: Path, name: str, entry: dict[str, Any], parameter: nn.Parameter, shares: Shares) -> None:
+    if entry["dtype"] not in DTYPES:
+        raise InputError(f"{file}: {name} is {entry['dtype']}; this project reads {', '.join(DTYPES)}")
     shape, dtype = entry["shape"], getattr(torch, DTYPES[entry["dtype"]])
     how, dim = shares.cut(name)
     rows = shares.span(shape[0]) if dim == 0 else (0, shape[0])
@@ -189,8 +192,10 @@ def _read(file: Path, name: str, entry: dict[str, Any], parameter: nn.Parameter,
     width = shape[1] if len(shape) == 2 else 1
     step = max(1, BLOCK // (width * dtype.itemsize))
     target = parameter.data.view(parameter.shape[0], -1)
-    needed = (rows[1] - rows[0], columns[1] - columns[0]) if len(shape) == 2 else (rows[1] - rows[0], 1)
-    if name.split(".")[-2] not in TABLES and needed != tuple(target.shape):
+    needed = (rows[1] - rows[0], columns[1] - columns[0] if len(shape) == 2 else 1)
+    if name.split(".")[-2] in TABLES:  # a table's last share may be shorter
+        needed = (-(-shape[0] // shares.ranks), needed[1])
+    if needed != tuple(target.shape):
         raise InputError(f"{file}: {name} is {tuple(shape)}, which does not fit config.json; copy the model again")
     with file.open("rb") as stream:
         for first in range(rows[0], rows[1], step):
