@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(REPOSITORY))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from tqdm import tqdm
@@ -35,6 +34,7 @@ from recipes.pipeline.prompts import encode_prompt
 from recipes.pipeline.runtime import Runtime
 from recipes.pipeline.weights import locate
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 CPU = Runtime("cpu", lazy=False)
 MODELS = ("model=smollm2_135m", "model.dtype=float32", "dry_run=true")
 
