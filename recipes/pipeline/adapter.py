@@ -7,18 +7,22 @@ import difflib
 import json
 import os
 import re
+import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
+from peft.tuners.lora import Linear as LoraLinear
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from modeling.decoding import LowRank, plain
 from recipes.pipeline.config import AdapterConfig, AdapterKind, Dtype, InputError, LoraRecipe
 
 CONFIG_FILE = "adapter_config.json"
@@ -181,6 +185,23 @@ def save_adapter(model: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerB
             os.replace(file, folder / file.name)
 
 
+# Reading
+
+
+def plain_lora(module: nn.Module) -> tuple[nn.Module, LowRank | None] | None:
+    """The linear module below PEFT's wrapper and its LoRA matrices; None where more than one plain LoRA is at work."""
+    if not isinstance(module, LoraLinear):
+        return plain(module)
+    if module.disable_adapters:
+        return plain(module.base_layer)
+    unusual = module.merged or module.lora_variant or module.lora_bias.get(NAME) or module.lora_embedding_A
+    found = plain(module.base_layer)
+    if unusual or module.active_adapters != [NAME] or found is None:
+        return None
+    down, up = module.lora_A[NAME].weight.data, module.lora_B[NAME].weight.data
+    return found[0], LowRank(down, up, module.scaling[NAME])
+
+
 # Loading
 
 
@@ -193,20 +214,33 @@ def load_adapter(model: PreTrainedModel, folder: Path, trainable: bool) -> PeftM
             check_names("target_modules", sorted(config.target_modules), _linear_names(model))
         except InputError as error:
             raise InputError(f"adapter.path={folder} is of another base model: {error}") from error
-    wrapped = get_peft_model(model, config)
+    _compare_bases(folder, config, model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*base_model_name_or_path.*")  # said by ourselves
+        wrapped = get_peft_model(model, config)
     ours = get_peft_model_state_dict(
         wrapped, state_dict=dict(wrapped.named_parameters()), adapter_name=NAME, save_embedding_layers=False
     )
+    shares = getattr(model, "shares", None)  # under tensor parallelism a rank has a part of some matrices
     with _open_weights(folder) as file:
-        _check_keys(folder, {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}, ours)  # noqa: SIM118
+        found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+        _check_keys(folder, found, ours, shares.whole_shape if shares else lambda _, shape: shape)
         for key, parameter in ours.items():
             with torch.no_grad(), _whole(parameter, write=True):
                 if parameter.numel():
-                    parameter.data.copy_(file.get_tensor(key))
+                    whole = file.get_tensor(key)
+                    parameter.data.copy_(shares.part(key, whole) if shares else whole)
     if not trainable:
         wrapped.requires_grad_(False)
     wrapped.adapter_origin = str(folder)
     return wrapped
+
+
+def _compare_bases(folder: Path, config: PeftConfig, model: PreTrainedModel) -> None:
+    # By the last part of the path: models are moved and copied. Shapes are compared key by key later
+    trained_on, given = (Path(name or "").name for name in (config.base_model_name_or_path, model.name_or_path))
+    if trained_on and given and trained_on != given and _is_main():
+        print(f"adapter.path={folder} was trained on {trained_on}, the model here is {given}", file=sys.stderr)
 
 
 def _read_config(folder: Path) -> PeftConfig:
@@ -239,7 +273,12 @@ def _open_weights(folder: Path) -> Iterator[safe_open]:
         yield stream
 
 
-def _check_keys(folder: Path, found: dict[str, tuple[int, ...]], ours: dict[str, nn.Parameter]) -> None:
+def _check_keys(
+    folder: Path,
+    found: dict[str, tuple[int, ...]],
+    ours: dict[str, nn.Parameter],
+    whole_shape: Callable[[str, tuple[int, ...]], tuple[int, ...]],
+) -> None:
     missing, unknown = sorted(set(ours) - set(found)), sorted(set(found) - set(ours))
     if missing or unknown:
         first = f"missing {missing[0]}" if missing else f"unknown {unknown[0]}"
@@ -247,7 +286,7 @@ def _check_keys(folder: Path, found: dict[str, tuple[int, ...]], ours: dict[str,
             f"{folder / WEIGHTS_FILE} does not fit this model: {len(missing)} keys missing, {len(unknown)} unknown; first: {first}"
         )
     for key, parameter in ours.items():
-        wanted = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        wanted = whole_shape(key, tuple(getattr(parameter, "ds_shape", parameter.shape)))
         if found[key] != wanted:
             raise InputError(
                 f"{folder / WEIGHTS_FILE} is of another base model: {key} is {found[key]}, the model needs {wanted}"

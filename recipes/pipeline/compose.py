@@ -25,10 +25,10 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from recipes.pipeline.config import InputError, LoraRecipe, check
+from recipes.pipeline.config import GenerateRecipe, InputError, LoraRecipe, check
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-SCHEMAS = {"lora": LoraRecipe}
+SCHEMAS = {"lora": LoraRecipe, "generate": GenerateRecipe}
 # Names of the rank's variables under torchrun and DeepSpeed, and under Open MPI.
 RANK_VARIABLES = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -45,7 +45,7 @@ hydra:
   run:
     dir: outputs/${hydra:job.name}/${run_stamp:}
   job:
-    name: lora
+    name: RECIPE
   output_subdir: null
 """
 
@@ -63,7 +63,7 @@ def recipe(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
             except (InputError, HydraException, OmegaConfBaseException) as error:
                 if debug:
                     raise
-                _fail(explain(error), 2)
+                _fail(explain(error, SCHEMAS[name]), 2)
 
         program.recipe = function  # the pipeline itself, for a configuration at hand
         return program
@@ -149,8 +149,10 @@ def resolve(cfg: DictConfig, schema: type) -> Any:
 
 def to_yaml(cfg: Any) -> str:
     """The resolved configuration as a whole Hydra configuration: it runs again by itself, as its first line says."""
-    header = "# Run again:  python recipes/lora.py --config-path FOLDER_OF_THIS_FILE --config-name config"
-    return f"{header}\n{AGAIN}{OmegaConf.to_yaml(OmegaConf.structured(cfg))}"
+    name = next(name for name, schema in SCHEMAS.items() if type(cfg) is schema)
+    header = f"# Run again:  python recipes/{name}.py --config-path FOLDER_OF_THIS_FILE --config-name config"
+    again = AGAIN.replace("RECIPE", name)
+    return f"{header}\n{again}{OmegaConf.to_yaml(OmegaConf.structured(cfg))}"
 
 
 def _unknown_keys(cfg: DictConfig, schema: type, prefix: str = "") -> list[tuple[str, list[str]]]:
@@ -201,7 +203,7 @@ def _fail(message: str, status: int) -> None:
     sys.exit(status)
 
 
-def explain(error: Exception) -> str:
+def explain(error: Exception, schema: type = LoraRecipe) -> str:
     """One line for an error of composing: the key, the value, what is allowed, near misses."""
     text = str(error)
     cause = error.__cause__
@@ -216,11 +218,11 @@ def explain(error: Exception) -> str:
     ):
         return f"{match[1]}={match[2]}: no such file in conf/{match[1]}" + _options(match[2], match[3].split())
     if match := re.search(r"Key '(.+?)' (?:is )?not in '?(\w+)'?\n\s+full_key: (\S+)", text):
-        return where + _unknown_key(match[3], _names_of(match[3].rpartition(".")[0]))
+        return where + _unknown_key(match[3], _names_of(match[3].rpartition(".")[0], schema))
     if match := re.search(r"Could not override '(\w+)'\. No match in the defaults list", text):
         return f"{match[1]}: this group is not in the defaults list; add it with a plus sign: +{match[1]}=NAME"
     if match := re.search(r"full_key: (\S+)", text):
-        return f"{where}{match[1]}: {_type_error(text, match[1])}"
+        return f"{where}{match[1]}: {_type_error(text, match[1], schema)}"
     if "Ambiguous value" in text or "mismatched input" in text or "Error parsing override" in text:
         argument = re.search(r"(?:argument|override) '(.+?)'(?:\n|$)", text)
         return (
@@ -230,7 +232,7 @@ def explain(error: Exception) -> str:
     return where + " ".join(text.split())
 
 
-def _type_error(text: str, key: str) -> str:
+def _type_error(text: str, key: str, schema: type) -> str:
     allowed = {"Integer": "a whole number", "Float": "a number"}
     if match := re.search(r"Value '(.*)' of type '.+' could not be converted to (\w+)", text):
         return f"{match[1]!r} is not {allowed.get(match[2], match[2])}"
@@ -241,13 +243,15 @@ def _type_error(text: str, key: str) -> str:
     if "is not a ListConfig, list or tuple" in text:
         return f"takes a list: {key}=[a,b]"
     if "is not a subclass of" in text:
-        return "is a group of keys; set one of them, as in " + ", ".join(f"{key}.{name}" for name in _names_of(key)[:3])
+        return "is a group of keys; set one of them, as in " + ", ".join(
+            f"{key}.{name}" for name in _names_of(key, schema)[:3]
+        )
     first = next((line for line in text.splitlines() if "full_key" not in line and "Error merging" not in line), text)
     return first.strip()
 
 
-def _names_of(prefix: str) -> list[str]:
-    node: Any = LoraRecipe()
+def _names_of(prefix: str, schema: type) -> list[str]:
+    node: Any = schema()
     for part in filter(None, prefix.split(".")):
         node = getattr(node, part, None)
     return [f.name for f in dataclasses.fields(node)] if dataclasses.is_dataclass(node) else []

@@ -35,6 +35,7 @@ Attention = _choice("Attention", "auto eager sdpa flex fused_sdpa")
 Ops = _choice("Ops", "auto eager hpu")
 Strategy = _choice("Strategy", "no steps epoch")
 Scheduler = _choice("Scheduler", "linear cosine constant constant_with_warmup")
+TooLongPrompt = _choice("TooLongPrompt", "refuse truncate skip")
 
 
 @dataclass
@@ -170,6 +171,41 @@ class TrainConfig:
 
 
 @dataclass
+class GenerateConfig:
+    # Prompts: one of these three
+    prompt: list[str] = field(default_factory=list)  # texts: "generate.prompt=['Name three colors.']"
+    file: str | None = (
+        None  # .txt (a prompt a line), .json, .jsonl: texts, {"prompt": ...}, or records as data.columns says
+    )
+    held_out: bool = False  # the held-out records of data
+    template: bool = True  # a text is an instruction in data.template; false: it is continued as it stands
+    max_prompts: int | None = None  # the first so many
+    max_prompt_tokens: int | None = None  # null: what the model's positions leave beside max_new_tokens
+    # A longer prompt: refuse, skip (an empty line with finish_reason=too_long), or truncate: the record's longer field is
+    # shortened from its end, never the template around it; a text loses its beginning
+    too_long: TooLongPrompt = TooLongPrompt.refuse
+    max_new_tokens: int = 128
+    temperature: float = 0.0  # 0: greedy, the most likely token
+    top_k: int = 0  # most likely tokens to draw from; 0: all
+    top_p: float = 1.0  # smallest set of tokens with this share of the probability
+    repetition_penalty: float = 1.0  # divides the score of a token that prompt or text already hold
+    stop: list[str] = field(default_factory=list)  # texts that end a completion; left out of it
+    ignore_eos: bool = False  # always max_new_tokens; for measurements
+    batch_size: int | str = 8  # rows a rank; auto: from the memory plan, halved when memory runs out
+    output: str | None = None  # JSONL, a line a prompt in input order, resumed if half-written; null: in the run folder
+    stream: bool | None = None  # text on the terminal as it comes; null: for a single prompt
+    tensor_parallel: int = 1  # ranks that share one model; rows are dealt over the groups
+    # How it is executed
+    length_bucket: int | None = (
+        None  # prompts are padded to a multiple of this; null: 128 where graphs are kept, 1 in eager
+    )
+    prefill_chunk: int = 0  # prompt tokens a forward; 0: the whole prompt
+    stop_check: int | None = None  # tokens between looks at whether all rows ended; null: 1 on a CPU, 16 on a card
+    fused: bool = True  # join weights of one input where the device runs op by op; false: the modules as they are
+    compact: bool | None = None  # when half of the rows have ended, go on with the others only; null: in eager
+
+
+@dataclass
 class BaselineConfig:
     name: str | None = None
     source: str = ""
@@ -197,8 +233,20 @@ class LoraRecipe:
     trace_steps: int = 0  # optimizer steps whose tensors are fingerprinted into trace.jsonl, for scripts/parity.py
 
 
+@dataclass
+class GenerateRecipe(LoraRecipe):
+    """One experiment file serves both recipes: the groups of training are here too, and only those of the model are used."""
+
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+
+    def __post_init__(self) -> None:
+        self.train.do_train = self.train.gradient_checkpointing = False  # an experiment's, for the other recipe
+
+
 def check(cfg: LoraRecipe) -> None:
     """Rules between fields, without a look at the machine. Raises InputError for the first that is broken."""
+    if isinstance(cfg, GenerateRecipe):
+        return check_generation(cfg)
     _check_ranges(cfg)
     _check_runtime(cfg.runtime)
     _check_deepspeed(cfg)
@@ -293,3 +341,47 @@ def _check_deepspeed(cfg: LoraRecipe) -> None:
         raise InputError("model.implementation=stock lets packed records see each other; use data.batching=padded")
     if cfg.deepspeed and cfg.runtime.device is Device.lazy:
         raise InputError("deepspeed does not run on torch's lazy engine; use deepspeed=none with runtime=cpu_lazy")
+
+
+def check_generation(cfg: GenerateRecipe) -> None:
+    """As `check`, for generation."""
+    _check_runtime(cfg.runtime)
+    _check_deepspeed(cfg)
+    options = cfg.generate
+    if (cfg.model.name_or_path == "random") != bool(cfg.model.config):
+        raise InputError("model.config belongs to model.name_or_path=random, and only to it")
+    if cfg.model.implementation is Implementation.stock:
+        raise InputError(
+            "model.implementation=stock does not generate here (scripts/bench_generate.py compares with it)"
+        )
+    sources = [bool(options.prompt), options.file is not None, options.held_out]
+    if sum(sources) > 1 or not (any(sources) or cfg.dry_run):
+        raise InputError(
+            "give one of generate.prompt=['A text'], generate.file=FILE and generate.held_out=true;"
+            f" {'none' if not any(sources) else 'more than one'} is given"
+        )
+    _check_generation_ranges(options)
+    stage = (cfg.deepspeed.get("zero_optimization") or {}).get("stage")
+    if options.tensor_parallel > 1 and stage == 3:
+        raise InputError("generate.tensor_parallel and ZeRO-3 both cut the weights; use deepspeed=none")
+    if options.tensor_parallel > 1 and cfg.adapter.use_dora:
+        raise InputError(
+            "adapter.use_dora=true needs whole weights; merge the adapter, or use generate.tensor_parallel=1"
+        )
+
+
+def _check_generation_ranges(options: GenerateConfig) -> None:
+    least = {"max_new_tokens": 1, "tensor_parallel": 1, "prefill_chunk": 0, "top_k": 0, "temperature": 0}
+    maybe = {"length_bucket": 1, "stop_check": 1, "max_prompts": 1, "max_prompt_tokens": 1}
+    for name, low in (least | maybe).items():
+        value = getattr(options, name)
+        if value is not None and not value >= low:
+            raise InputError(f"generate.{name}={value}: takes {low} or more")
+    if not 0 < options.top_p <= 1:
+        raise InputError(f"generate.top_p={options.top_p}: takes above 0 to 1")
+    if not options.repetition_penalty > 0:
+        raise InputError(f"generate.repetition_penalty={options.repetition_penalty}: takes above 0; 1 changes nothing")
+    if options.batch_size != "auto" and (not isinstance(options.batch_size, int) or options.batch_size < 1):
+        raise InputError(f"generate.batch_size={options.batch_size}: takes 1 or more rows, or auto")
+    if "" in options.stop:
+        raise InputError("generate.stop holds an empty text, which ends everything at once; leave it out")

@@ -75,6 +75,20 @@ def build_data(
     return Data(splits["train"], splits["eval"], collator, meta["counts"], fingerprint, cfg.data.show_samples)
 
 
+def held_out_records(cfg: LoraRecipe) -> list[dict[str, str]]:
+    """The records that training leaves out for evaluation, in the evaluation's order. Raises InputError if there is none."""
+    train, held_out = _sources(cfg)
+    source = held_out or train
+    found = source.records(cfg.data.columns)
+    if held_out is None:
+        found = _hold_out(found, cfg.data, train.name)[1]
+    if not found:
+        raise InputError(
+            f"{source.name}: no record is held out; set data.validation_split_percentage or data.eval_path"
+        )
+    return found[: cfg.data.max_eval_samples]
+
+
 def _sources(cfg: LoraRecipe) -> tuple[records.Source, records.Source | None]:
     data = cfg.data
     train = records.locate(data.path, "data.path", data.split)

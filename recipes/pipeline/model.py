@@ -18,6 +18,7 @@ from recipes.pipeline.adapter import add_adapter, describe_model, trainable_coun
 from recipes.pipeline.config import (
     Attention,
     Dtype,
+    GenerateRecipe,
     Implementation,
     InputError,
     LoraRecipe,
@@ -26,16 +27,18 @@ from recipes.pipeline.config import (
     RuntimeConfig,
 )
 from recipes.pipeline.runtime import Runtime
+from recipes.pipeline.tensor_parallel import Shares, copy_into, empty_model, read_into
 from recipes.pipeline.tokenizer import check_vocabulary, load_tokenizer
-from recipes.pipeline.weights import check_folder, local_folder, locate, one_line, stream_into
+from recipes.pipeline.weights import check_folder, local_folder, locate, one_line, stream_into, weight_files
 
 DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
 
 def build_model(cfg: LoraRecipe, tokenizer: PreTrainedTokenizerBase, runtime: Runtime) -> torch.nn.Module:
     """The model of `cfg`, with its adapter if it has one. Raises InputError for what cannot be loaded."""
-    model = load_weights(cfg, tokenizer)
-    check_lengths(cfg, model.config)
+    model = load_weights(cfg, tokenizer, shares_of(cfg, runtime))
+    if not isinstance(cfg, GenerateRecipe):  # there the prompts are checked, one by one
+        check_lengths(cfg, model.config)
     if cfg.model.implementation is Implementation.vendored:
         bind(model, build_execution(cfg.runtime, runtime))
     else:
@@ -74,18 +77,31 @@ def build_execution(options: RuntimeConfig, runtime: Runtime) -> Execution:
     )
 
 
-def load_weights(cfg: LoraRecipe, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The Llama of cfg.model in its dtype, on the CPU (under ZeRO-3: cut over the ranks while it is read)."""
+def shares_of(cfg: LoraRecipe, runtime: Runtime) -> Shares | None:
+    """This rank's place under tensor parallelism, if there is any. Collective."""
+    ranks = cfg.generate.tensor_parallel if isinstance(cfg, GenerateRecipe) else 1
+    return Shares.of(runtime.rank, runtime.world_size, ranks) if ranks > 1 else None
+
+
+def load_weights(cfg: LoraRecipe, tokenizer: PreTrainedTokenizerBase, shares: Shares | None = None) -> PreTrainedModel:
+    """The Llama of cfg.model in its dtype, on the CPU (under ZeRO-3: cut over the ranks while it is read; with `shares`: a part)."""
     model_class = _model_class(cfg.model)
     if cfg.model.name_or_path == "random":
         config = _config_of(cfg.model.config, tokenizer)
         torch.manual_seed(cfg.seed)
-        return _built(lambda: model_class(config).to(DTYPES[cfg.model.dtype]))
+        whole = _built(lambda: model_class(config).to(DTYPES[cfg.model.dtype]))
+        if shares is None:
+            return whole
+        model = empty_model(config, DTYPES[cfg.model.dtype], shares)
+        copy_into(model, whole)
+        return model
     source = locate(cfg.model.name_or_path, cfg.model)
     config = _config_from(source, cfg.model)
     check_vocabulary(tokenizer, config.vocab_size)
     if is_deepspeed_zero3_enabled():
         return _streamed(cfg, model_class, config, source, tokenizer)
+    if isinstance(cfg, GenerateRecipe):
+        return _read(cfg, config, source, tokenizer, shares or Shares(0, 1))
     options = {
         "config": config,
         "torch_dtype": DTYPES[cfg.model.dtype],
@@ -121,10 +137,26 @@ def _streamed(
         model = _built(lambda: model_class._from_config(config, torch_dtype=DTYPES[cfg.model.dtype]))
     model.tie_weights()  # a tied head has no weight of its own in the file
     stream_into(model, folder)
+    return _configured(model, folder, tokenizer)
+
+
+def _read(
+    cfg: LoraRecipe, config: LlamaConfig, source: Any, tokenizer: PreTrainedTokenizerBase, shares: Shares
+) -> PreTrainedModel:
+    # Not mapped from the file, as transformers does: decoding stores weights anew, and mapped pages would stay beside them
+    folder = local_folder(source, cfg.model)
+    check_folder(folder)
+    model = _built(lambda: empty_model(config, DTYPES[cfg.model.dtype], shares))
+    read_into(model, weight_files(folder))
+    return _configured(model, folder, tokenizer)
+
+
+def _configured(model: PreTrainedModel, folder: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     with contextlib.suppress(OSError):  # a model may have no generation configuration
         # Its class, not the library's: optimum-habana gives models one with attributes that its trainer asks for
         model.generation_config = type(model.generation_config).from_pretrained(folder)
     model.config.pad_token_id = model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.name_or_path = str(folder)
     return model
 
 

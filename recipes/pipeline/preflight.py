@@ -9,7 +9,7 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.pipeline.config import Dtype, InputError, LoraRecipe
+from recipes.pipeline.config import Dtype, GenerateRecipe, InputError, LoraRecipe
 from recipes.pipeline.runtime import GIB, cards, environment, hpu_cards, hpu_installed
 
 if TYPE_CHECKING:
@@ -27,7 +27,18 @@ def preflight(cfg: LoraRecipe) -> None:
         raise InputError(f"{'; '.join(problems)}. Launch: {launch_command(cfg, [])}. The plan: dry_run=true")
     if wanted and world_size != wanted:
         raise InputError(f"runtime.cards={wanted} but {world_size} rank(s) run. Launch: {launch_command(cfg, [])}")
+    if isinstance(cfg, GenerateRecipe):
+        return check_groups(cfg, world_size)
     check_batch_sizes(cfg, world_size)
+
+
+def check_groups(cfg: GenerateRecipe, world_size: int) -> None:
+    """Raises InputError where ranks cannot be split into groups that share a model."""
+    if world_size % (shared := cfg.generate.tensor_parallel):
+        raise InputError(
+            f"generate.tensor_parallel={shared} does not divide {world_size} rank(s)."
+            f" Launch: {launch_command(cfg, [], max(shared, world_size // shared * shared))}"
+        )
 
 
 def missing_here(cfg: LoraRecipe, world_size: int) -> list[str]:
@@ -69,31 +80,33 @@ def check_batch_sizes(cfg: LoraRecipe, world_size: int) -> None:
             )
 
 
-def launch_command(cfg: LoraRecipe, arguments: list[str]) -> str:
+def launch_command(cfg: LoraRecipe, arguments: list[str], ranks: int | None = None) -> str:
     """The command that starts this configuration on its cards."""
     import sys
 
     own = arguments or [a for a in sys.argv[1:] if not a.lower().startswith("dry_run")]
-    ranks = cfg.runtime.cards or int(os.environ.get("WORLD_SIZE", "1"))
+    ranks = ranks or cfg.runtime.cards or int(os.environ.get("WORLD_SIZE", "1"))
+    script = "recipes/generate.py" if isinstance(cfg, GenerateRecipe) else "recipes/lora.py"
     if ranks == 1 and not cfg.deepspeed:
-        return shlex.join(["python", "recipes/lora.py", *own])
+        return shlex.join(["python", script, *own])
     engine = ["--use_deepspeed"] if cfg.deepspeed else []
-    return shlex.join(
-        ["python", "scripts/gaudi_spawn.py", "--world_size", str(ranks), *engine, "recipes/lora.py", *own]
-    )
+    return shlex.join(["python", "scripts/gaudi_spawn.py", "--world_size", str(ranks), *engine, script, *own])
 
 
 def dry_run(cfg: LoraRecipe) -> None:
     """Print the plan of a run and what this machine lacks for it."""
     if os.environ.get("RANK", "0") != "0":
         return
-    check_batch_sizes(cfg, cfg.runtime.cards or int(os.environ.get("WORLD_SIZE", "1")))
+    if not isinstance(cfg, GenerateRecipe):
+        check_batch_sizes(cfg, cfg.runtime.cards or int(os.environ.get("WORLD_SIZE", "1")))
     print(plan(cfg))
 
 
 def plan(cfg: LoraRecipe) -> str:
     """Cards, batch arithmetic, steps, environment, command and memory of a run, as text."""
     ranks = cfg.runtime.cards or int(os.environ.get("WORLD_SIZE", "1"))
+    from recipes.pipeline import generation_plan
+
     kind = cfg.runtime.device.name
     if kind == "auto":
         kind = "hpu" if hpu_installed() and hpu_cards() else "cuda" if cards("cuda") else "cpu"
@@ -101,16 +114,19 @@ def plan(cfg: LoraRecipe) -> str:
     mode = "lazy" if lazy else "torch.compile" if cfg.runtime.compile else "eager"
     problems = missing_here(cfg, ranks)
     variables = environment(cfg, kind, lazy)
+    generating = isinstance(cfg, GenerateRecipe)
     lines = [
         f"model         {cfg.model.name_or_path} ({cfg.model.dtype.name})",
         f"data          {cfg.data.path}, {cfg.data.batching.name}, loss on {cfg.data.loss_on.name}, {cfg.data.max_seq_length} tokens",
         f"device        {kind}, {mode}, {ranks} rank(s)",
         f"here          {'; '.join(problems) if problems else 'nothing is missing'}",
-        *_batch_lines(cfg, ranks),
+        *(generation_plan.batch_lines(cfg, ranks, lazy) if generating else _batch_lines(cfg, ranks)),
         f"environment   {shlex.join(f'{name}={value}' for name, value in variables.items()) or 'nothing to set'}",
         f"command       {launch_command(cfg, [])}",
-        *_memory_lines(cfg, ranks, kind),
+        *(generation_plan.memory_lines(cfg, ranks, kind, lazy) if generating else _memory_lines(cfg, ranks, kind)),
     ]
+    if generating:
+        lines[1] = f"prompts       {generation_plan.source(cfg)}"
     return "\n".join(lines)
 
 
@@ -171,9 +187,14 @@ def _memory_lines(cfg: LoraRecipe, ranks: int, kind: str) -> list[str]:
             loss_chunk=cfg.runtime.loss_chunk,
         ),
     )
+    first = f"parameters    {memory.model_parameters(config):,}, of which the adapter adds and trains {trained:,}"
+    return [first, *terms_as_lines(terms, kind)]
+
+
+def terms_as_lines(terms: dict[str, int], kind: str) -> list[str]:
+    """A plan's terms (bytes), their sum, and what a card of this kind leaves beside it."""
     total = sum(terms.values())
     lines = [
-        f"parameters    {memory.model_parameters(config):,}, of which the adapter adds and trains {trained:,}",
         f"memory        {total / GIB:.1f} GiB a rank at the least, from first principles (no kernel scratch, no fragments):",
         *[f"              {value / GIB:8.2f} GiB  {name}" for name, value in terms.items() if value],
     ]

@@ -70,10 +70,16 @@ def locate(name: str, key: str, split: str | None = None) -> Source:
         return Source(key, name, _files_in(path, key))
     if re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) and not name.endswith(ENDINGS) and not path.parent.exists():
         return Source(key, name, split=split)
-    raise InputError(f"{key}={name}: no such file or folder{_near(path)}")
+    raise InputError(f"{key}={name}: no such file or folder{near(path)}")
 
 
-def _near(path: Path) -> str:
+def rows(path: Path) -> list[Row]:
+    """What a file holds, row by row and unchecked: objects or, in JSON, texts. Raises InputError for a damaged file."""
+    return list(_read(path))
+
+
+def near(path: Path) -> str:
+    """Names like the one that was not found, for a message."""
     folder = path.parent
     while not folder.is_dir():
         path, folder = folder, folder.parent

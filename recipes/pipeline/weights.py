@@ -170,6 +170,12 @@ def _header(file: Path) -> tuple[int, dict]:
     return 8 + length, {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
+def tensor_entries(file: Path) -> dict[str, dict]:
+    """Tensors of a safetensors file: dtype, shape, and `begin`, the byte of the file where each starts."""
+    start, header = _header(file)
+    return {name: {**entry, "begin": start + entry["data_offsets"][0]} for name, entry in header.items()}
+
+
 def _read_part(stream: BinaryIO, begin: int, dtype: torch.dtype, parameter: torch.nn.Parameter) -> None:
     part = parameter.ds_tensor
     first = torch.distributed.get_rank(parameter.ds_process_group) * part.numel()

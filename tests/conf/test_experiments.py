@@ -11,16 +11,22 @@ from recipes.pipeline.runtime import Runtime, environment
 REPOSITORY = Path(__file__).resolve().parents[2]
 FACTS = json.loads((REPOSITORY / "tests" / "facts.json").read_text())["training_llama2_70b_lora_8_gaudi2"]
 EXPERIMENTS = sorted(path.stem for path in (REPOSITORY / "conf" / "experiment").glob("*.yaml"))
+GENERATION = {"70b_generate", "70b_generate_no_flash"}  # of recipes/generate.py only; the others serve both recipes
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_experiment_composes_plans_and_says_its_command(compose, name):
-    text = plan(compose(f"+experiment={name}"))
-    assert "GiB a rank" in text and "rows a step" in text
     header = (REPOSITORY / "conf" / "experiment" / f"{name}.yaml").read_text()
     assert header.startswith("# @package _global_\n# ")
-    assert f"recipes/lora.py +experiment={name}" in header
     assert "# Cards:" in header
+    generating = plan(compose(f"+experiment={name}", "dry_run=true", root="generate"))
+    assert "GiB a rank" in generating and "group(s) of ranks" in generating
+    if name in GENERATION:
+        assert f"recipes/generate.py +experiment={name}" in header
+    else:
+        text = plan(compose(f"+experiment={name}"))
+        assert "GiB a rank" in text and "rows a step" in text
+        assert f"recipes/lora.py +experiment={name}" in header
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (REPOSITORY / "conf" / "model").glob("*.yaml")))
@@ -107,3 +113,34 @@ def test_the_tolerances_pass_the_measured_pair_and_refuse_others(compose):
 
     assert outside(FACTS["before"]) == []
     assert outside({"eval_loss": 0.70}) and outside({"eval_loss": 0.7655})
+
+
+INFERENCE = json.loads((REPOSITORY / "tests" / "facts.json").read_text())["inference_llama2_70b_8_cards_bf16"]
+
+
+@pytest.mark.parametrize("name", sorted(GENERATION))
+def test_70b_generate_is_the_measured_inference(compose, name):
+    cfg = compose(f"+experiment={name}", root="generate")
+    assert cfg.generate.batch_size == INFERENCE["batch_size"]
+    assert cfg.generate.max_prompt_tokens == cfg.generate.length_bucket == INFERENCE["sequence_length"]
+    assert cfg.model.shape["hidden_size"] == INFERENCE["hidden_size"]
+    assert (cfg.runtime.cards, cfg.generate.tensor_parallel, cfg.model.dtype.name) == (8, 8, "bfloat16")
+    assert (cfg.runtime.attention.name == "fused_sdpa") is (name == "70b_generate")
+    # graph breaks and the in-place add are on: both follow lazy execution and the gate
+    assert (cfg.runtime.lazy, cfg.runtime.mark_step, cfg.runtime.in_place_residual) == (True, None, None)
+    assert environment(cfg, "hpu", lazy=True)["PT_HPU_ENABLE_LAZY_COLLECTIVES"] == "true"
+
+
+def test_the_plan_of_70b_generate_by_hand(compose):
+    from recipes.pipeline.room import generation_terms
+
+    cfg = compose("+experiment=70b_generate", root="generate")
+    terms = generation_terms(shape_of(cfg), 172, 2048, 128, 2, shared=8)
+    # Llama-2-70B: 80 layers, one of 8 key/value heads a card, head dim 128, bf16
+    assert terms["keys and values"] == 172 * (2048 + 128) * 80 * 2 * 1 * 128 * 2
+    assert terms["weights"] == 68_976_648_192 * 2 // 8
+    # the stream and a norm's result, whole; gate and up, an eighth
+    assert terms["activations of a layer"] == 172 * 2048 * (2 * 8192 + 2 * 28672 // 8) * 2
+    text = plan(cfg)
+    assert "172 rows x 1 group(s) of ranks, 8 ranks share a model; up to 2,048 + 128 tokens" in text
+    assert "of 94.62 GiB on Gaudi2: leaves" in text

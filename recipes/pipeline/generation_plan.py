@@ -1,0 +1,73 @@
+"""What a generation run needs, foretold: prompts, batches, and memory from first principles."""
+
+from __future__ import annotations
+
+from recipes.pipeline.config import Dtype, GenerateRecipe
+from recipes.pipeline.preflight import shape_of, terms_as_lines
+
+SIZES = {Dtype.float32: 4, Dtype.bfloat16: 2}
+ASSUMED = 512  # tokens of a prompt where nothing bounds them
+
+
+def source(cfg: GenerateRecipe) -> str:
+    """Where the prompts come from, in words."""
+    options = cfg.generate
+    wrapped = (
+        f", in the {cfg.data.template.name} template" if options.template or options.held_out else ", as they stand"
+    )
+    if options.held_out:
+        return f"the held-out records of {cfg.data.path}{wrapped}"
+    if options.file is not None:
+        return f"{options.file}{wrapped}"
+    return f"{len(options.prompt)} from the command line{wrapped}"
+
+
+def longest_prompt(cfg: GenerateRecipe, lazy: bool) -> int:
+    """Tokens that the plan reckons with: the option, else a bucket of the run's."""
+    from recipes.pipeline.decoder import padded_width
+
+    whole = lazy or cfg.runtime.compile
+    return padded_width(cfg.generate.max_prompt_tokens or ASSUMED, cfg.generate, whole)
+
+
+def batch_lines(cfg: GenerateRecipe, ranks: int, lazy: bool) -> list[str]:
+    """Batch arithmetic and how tokens are chosen."""
+    options = cfg.generate
+    groups = max(1, ranks // options.tensor_parallel)
+    shared = f", {options.tensor_parallel} ranks share a model" if options.tensor_parallel > 1 else ""
+    rows = options.batch_size if isinstance(options.batch_size, str) else f"{options.batch_size} rows"
+    said = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}, top_k {options.top_k}"
+    if options.temperature:
+        said += f", top_p {options.top_p:g}"
+    return [
+        f"batch         {rows} x {groups} group(s) of ranks{shared}; up to {longest_prompt(cfg, lazy):,} + {options.max_new_tokens} tokens",
+        f"tokens        {said}, repetition penalty {options.repetition_penalty:g}",
+    ]
+
+
+def memory_lines(cfg: GenerateRecipe, ranks: int, kind: str, lazy: bool) -> list[str]:
+    """The memory plan; for batch_size=auto of one row, and what a further row costs."""
+    from recipes.pipeline.room import generation_terms
+
+    config = shape_of(cfg)
+    if config is None:
+        return ["memory        unknown: the model is not on this machine and model.shape is empty"]
+    options = cfg.generate
+    stage = (cfg.deepspeed.get("zero_optimization") or {}).get("stage")
+    rows = 1 if options.batch_size == "auto" else int(options.batch_size)
+    prompt = longest_prompt(cfg, lazy)
+    terms = generation_terms(
+        config,
+        rows,
+        prompt,
+        options.max_new_tokens,
+        SIZES[cfg.model.dtype],
+        shared=options.tensor_parallel,
+        cut=ranks if stage == 3 else 1,
+        chunk=options.prefill_chunk,
+    )
+    lines = terms_as_lines(terms, kind)
+    if options.batch_size == "auto":
+        each = sum(v for k, v in terms.items() if not k.startswith("weights"))
+        lines.append(f"              one row; each further one adds {each / 1024**2:,.1f} MiB")
+    return lines

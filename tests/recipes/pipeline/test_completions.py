@@ -1,0 +1,123 @@
+"""The file of completions: order, one line a prompt, going on where a run was cut off; and the recipe as a program."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.pipeline import completions, engine, questions
+from recipes.pipeline.config import InputError
+from recipes.pipeline.model import build_model
+from recipes.pipeline.runtime import Runtime
+from recipes.pipeline.tokenizer import bytes_tokenizer
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PROMPTS = ["Name three colors.", "x", "What is the capital of Canada, and why?", "Add.", "y y y", "Say hello."]
+CPU = Runtime("cpu", lazy=False)
+
+
+@pytest.fixture
+def complete(compose, tmp_path, monkeypatch):
+    """complete("generate.seed=1") -> (records of the file, figures), as recipes/generate.py would."""
+    monkeypatch.setattr(completions, "WINDOW", 1)
+    (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS))
+
+    def go(*overrides: str, output: str = "out.jsonl"):
+        fixed = [f"generate.file={tmp_path}/prompts.txt", "generate.max_new_tokens=4", "generate.batch_size=2"]
+        fixed += [f"generate.output={tmp_path}/{output}", "+experiment=tiny", "runtime=cpu"]
+        named = {override.partition("=")[0] for override in overrides}
+        cfg = compose(*[f for f in fixed if f.partition("=")[0] not in named], *overrides, root="generate")
+        tokenizer = bytes_tokenizer()
+        asked = questions.load(cfg, tokenizer)
+        opened = completions.open_output(cfg, CPU, tmp_path / "run", asked)
+        generator = engine.generator(cfg, build_model(cfg, tokenizer, CPU), tokenizer, CPU)
+        figures = completions.run(generator, asked, opened)
+        completions.report(CPU, opened, figures)
+        return [json.loads(line) for line in opened.path.read_text().splitlines()], figures
+
+    return go
+
+
+def test_one_line_a_prompt_in_the_order_of_the_prompts(complete, tmp_path, capsys):
+    lines, figures = complete()
+    assert [line["prompt"] for line in lines] == PROMPTS
+    assert [line["index"] for line in lines] == list(range(6))
+    for line in lines:
+        assert line["prompt_tokens"] == len(line["prompt"]) + 140
+        assert line["finish_reason"] == "length" and line["new_tokens"] == 4
+    assert figures["prefill_tokens"] == sum(line["prompt_tokens"] for line in lines)
+    assert figures["decode_tokens"] == 6 * 3  # the first token of each comes with the prefill
+    assert figures["time_to_first_token"] > 0 and figures["prefill_tokens_per_second"] > 0
+    written = json.loads((tmp_path / "run" / "generation.json").read_text())
+    assert written["prompts"] == 6 and written["max_memory_allocated (GB)"] > 0
+    assert "tokens/s" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("sampling", [[], ["generate.temperature=0.9"]])
+def test_a_run_that_was_cut_off_goes_on(complete, tmp_path, sampling):
+    whole, _ = complete(*sampling, output="whole.jsonl")
+    content = (tmp_path / "whole.jsonl").read_bytes()
+    third = content.split(b"\n")[2]
+    cut = content[: content.index(third) + len(third) // 2]  # in the middle of the third line
+    (tmp_path / "cut.jsonl").write_bytes(cut)
+    again, figures = complete(*sampling, "generate.batch_size=1", output="cut.jsonl")
+    assert again == whole and figures["prompts"] == 4
+    assert (tmp_path / "cut.jsonl").read_bytes() == content
+    again, figures = complete(*sampling, output="cut.jsonl")  # nothing is left to do
+    assert again == whole and figures["prompts"] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ("generate.max_new_tokens=5", "line 1 is of another prompt, model or setting"),
+        ("generate.max_prompts=3", "line 4 is of another prompt"),
+        ("seed=7", "line 1 is of another prompt, model or setting"),
+        ("model.dtype=bfloat16", "line 1 is of another prompt, model or setting"),
+    ],
+)
+def test_a_file_of_other_settings_is_left_alone(complete, tmp_path, change, said):
+    complete()
+    before = (tmp_path / "out.jsonl").read_bytes()
+    with pytest.raises(InputError, match=f"out.jsonl {said}"):
+        complete(change)
+    assert (tmp_path / "out.jsonl").read_bytes() == before
+
+
+def test_files_that_cannot_be_written(complete, tmp_path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(InputError, match="folder: is a folder; give the name of a file"):
+        complete(output="folder")
+    (tmp_path / "notes.jsonl").write_text("my notes\n")
+    with pytest.raises(InputError, match=r"notes.jsonl line 1: not a completion"):
+        complete(output="notes.jsonl")
+    assert (tmp_path / "notes.jsonl").read_text() == "my notes\n"
+    with pytest.raises(InputError, match="choose another"):
+        complete(output="prompts.txt/out.jsonl")
+
+
+def test_skipped_prompts_have_their_line(complete):
+    lines, figures = complete("generate.max_prompt_tokens=148", "generate.too_long=skip")
+    kept = [line["finish_reason"] != "too_long" for line in lines]
+    assert kept == [len(prompt) + 140 <= 148 for prompt in PROMPTS] and sum(kept) == 3
+    assert lines[0]["text"] == "" and lines[0]["prompt_tokens"] == 158
+    assert figures["decode_tokens"] == 9
+
+
+@pytest.mark.slow
+def test_the_program_streams_a_single_prompt_and_says_what_is_wrong(tmp_path):
+    def recipe(*arguments):
+        command = [sys.executable, REPOSITORY / "recipes/generate.py", "+experiment=tiny", "runtime=cpu", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+
+    done = recipe("generate.prompt=['Name three colors.']", "generate.max_new_tokens=5", "hydra.run.dir=out")
+    assert done.returncode == 0, done.stderr
+    line = json.loads((tmp_path / "out" / "completions.jsonl").read_text())
+    assert done.stdout.startswith(line["text"] + "\n") and "first token" in done.stdout
+    assert done.stderr == ""  # no bar beside streamed text
+    assert {"config.yaml", "versions.json", "generation.json"} <= {path.name for path in (tmp_path / "out").iterdir()}
+    done = recipe("generate.max_new_tokens=0", "generate.prompt=[a]", "hydra.run.dir=other")
+    assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "other").exists()
+    assert done.stderr == "error: generate.max_new_tokens=0: takes 1 or more\n"
