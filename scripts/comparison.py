@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from recipes.pipeline.compose import REPOSITORY
 from recipes.pipeline.config import InputError
+from scripts import divergence
 from scripts.results import PERPLEXITY_OFF, Result
 
 # Which settings widen the tolerance, narrowest class first. What is not here and differs makes runs that may differ.
@@ -20,7 +21,7 @@ CLASSES = {
     "ranks": ("versions.world_size", "deepspeed.", "train.gradient_accumulation_steps", "train.per_device_train_batch_size"),
     "kernel": (
         "runtime.", "train.gradient_checkpointing", "model.implementation", "versions.device", "versions.torch",
-        "versions.machine", "data.padding_side", "data.pad_to", "data.batching",
+        "versions.machine", "versions.cpu", "data.padding_side", "data.pad_to", "data.batching",
     ),
     "dtype": ("model.dtype", "adapter.dtype", "runtime.attn_softmax_bf16"),
 }  # fmt: skip
@@ -89,8 +90,13 @@ def compare(found: Result, baseline: Result, require: tuple[str, ...] = (), allo
     _refuse(comparison, allow)
     limits = {**rules()["tolerances"]["same"], **rules()["tolerances"][comparison.kind], **baseline.tolerance}
     for name, rule in rules()["metrics"].items():
+        if name not in limits and rule.get("follows") in limits and name in baseline.metrics:
+            limits[name] = math.expm1(limits[rule["follows"]]) * abs(baseline.metrics[name])
+    for name, rule in rules()["metrics"].items():
         if name in ("step_loss", "grad_norm"):
             comparison.rows += _series(name, found, baseline, limits.get(name))
+        elif name == "first_step_tensors":
+            comparison.rows += _tensors(found, baseline, limits.get(name))
         elif name in found.metrics and name in baseline.metrics:
             comparison.rows.append(_row(name, rule, found, baseline, limits.get(name), require))
     return comparison
@@ -146,6 +152,13 @@ def _row(name: str, rule: dict, found: Result, baseline: Result, limit: float | 
     if limit is None:
         return Row(name, ours, theirs, None, True)
     return Row(name, ours, theirs, limit, abs(ours - theirs) <= limit)
+
+
+def _tensors(found: Result, baseline: Result, limit: float | None) -> list[Row]:
+    if limit is None or (seen := divergence.first_step(found.folder, baseline.folder)) is None:
+        return []
+    apart, place = seen
+    return [Row("first_step_tensors", apart, 0.0, limit, apart <= limit, place.removeprefix("step 1, "))]
 
 
 def _series(name: str, found: Result, baseline: Result, limit: float | None) -> list[Row]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from recipes.pipeline.trace import TRACE_FILE
-from scripts.comparison import Comparison
+from recipes.pipeline.trace import RANDOM, TRACE_FILE
 
-PHASES = ("forward", "gradient", "update")
+if TYPE_CHECKING:
+    from scripts.comparison import Comparison
 
 
 class Divergence(NamedTuple):
@@ -22,7 +22,7 @@ def first_divergence(comparison: Comparison, tolerance: float) -> Divergence | N
     """`tolerance`: relative, of a tensor's fingerprint. None where nothing differs."""
     found, baseline = (_trace(result.folder) for result in (comparison.found, comparison.baseline))
     if (tensor := _first_tensor(found, baseline, tolerance)) is not None:
-        return tensor
+        return _random(tensor, found, baseline) if "dropout" in tensor.where else tensor
     steps = [row for row in comparison.rows if row.metric in ("step_loss", "grad_norm") and not row.ok]
     if steps:
         first = min(int(row.at.rsplit("step ", 1)[1]) for row in steps)
@@ -33,10 +33,34 @@ def first_divergence(comparison: Comparison, tolerance: float) -> Divergence | N
     return Divergence(", ".join(wrong), None) if wrong else None
 
 
+def _random(tensor: Divergence, found: dict, baseline: dict) -> Divergence:
+    """What dropout lets through differs and its input does not: other random numbers. Since when?"""
+    states = [{key: entry["print"] for key, entry in trace.items() if key[1] == RANDOM} for trace in (found, baseline)]
+    moved = sorted(key[0] for key in states[0].keys() & states[1].keys() if states[0][key] != states[1][key])
+    since = {0: "random state before step 0", 1: "step 0, evaluation: it draws random numbers"}.get(
+        moved[0] if moved else None
+    )
+    return Divergence(f"{since}; then {tensor.where}" if since else f"{tensor.where}: random numbers", tensor.relative)
+
+
+def first_step(found: Path | None, baseline: Path | None) -> tuple[float, str] | None:
+    """(largest relative difference, place) of the first step's outputs and gradients; None without two traces.
+
+    Not of its updates: there AdamW turns a gradient's rounding around zero into a whole step."""
+    ours, theirs = _trace(found), _trace(baseline)
+    keys = [key for key in theirs if key in ours and key[0] == 1 and key[1] in ("forward", "gradient")]
+    same = [key for key in keys if ours[key]["shape"] == theirs[key]["shape"]]
+    return max(((_apart(ours[key], theirs[key]), _place(key)) for key in same), default=None)
+
+
 def curve(found: Path | None, baseline: Path | None) -> list[tuple[str, float]]:
     """(place, relative difference) of every tensor that both traces have, in order."""
     ours = _trace(found)
-    return [(_place(key), _apart(ours[key], entry)) for key, entry in _trace(baseline).items() if key in ours]
+    return [
+        (_place(key), _apart(ours[key], entry))
+        for key, entry in _trace(baseline).items()
+        if key in ours and key[1] != RANDOM
+    ]
 
 
 def _trace(folder: Path | None) -> dict[tuple, dict[str, Any]]:
@@ -54,6 +78,8 @@ def _trace(folder: Path | None) -> dict[tuple, dict[str, Any]]:
 
 def _first_tensor(found: dict, baseline: dict, tolerance: float) -> Divergence | None:
     for key, entry in baseline.items():
+        if key[1] == RANDOM:
+            continue
         if key not in found:
             if found and key[1] == "gradient":  # modules may differ between implementations, trained weights may not
                 return Divergence(f"{_place(key)}: no gradient", None)

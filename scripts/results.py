@@ -67,7 +67,7 @@ def _of_folder(folder: Path) -> Result:
     settings = _settings(folder / "config.yaml") if (folder / "config.yaml").exists() else {}
     versions = _json(folder / "versions.json") if (folder / "versions.json").exists() else {}
     data = _json(folder / "data.json") if (folder / "data.json").exists() else {}
-    settings |= {f"versions.{key}": versions.get(key) for key in ("device", "world_size", "torch")}
+    settings |= {f"versions.{key}": versions.get(key) for key in ("device", "world_size", "torch", "cpu")}
     settings["versions.machine"] = _machine(versions.get("platform") or "")
     return Result(str(folder), metrics, _facts(data, settings, metrics), settings, steps, folder=folder)
 

@@ -69,6 +69,7 @@ def versions(cfg: LoraRecipe, runtime: Runtime) -> dict[str, Any]:
         **found,
         "python": platform.python_version(),
         "platform": platform.platform(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),  # which vector instructions kernels of the CPU use
         "device": runtime.kind,
         "world_size": runtime.world_size,
         "command": shlex.join([sys.executable, *sys.argv]),

@@ -1,5 +1,5 @@
 """A trace of the first training steps, for scripts/parity.py: a fingerprint of each module's output, of each trained weight's
-gradient, and of each trained weight after the step. Written by rank 0 to trace.jsonl in the run's folder.
+gradient, of each trained weight after the step, and of the random numbers' state. Written by rank 0 to trace.jsonl in the run's folder.
 
 A fingerprint is three sums in float64: of the tensor, of its absolute values, and weighted by a fixed wave, so that values
 that change places are seen too. In training only: a hook on a layer would close the in-place gate of inference.
@@ -15,6 +15,7 @@ import torch
 from transformers import TrainerCallback
 
 TRACE_FILE = "trace.jsonl"
+RANDOM = "random state"  # of this phase are two entries: at step 0 before the first evaluation, at step 1 after it
 PREFIXES = ("module.", "base_model.model.", "_orig_mod.")
 
 
@@ -34,10 +35,15 @@ class Tracer(TrainerCallback):
         self.handles: list[Any] = []
         self.step = 0
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note_random(args.device.type)
+
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         self.step = state.global_step + 1
         if self.left <= 0:
             return
+        if self.step == 1:
+            self._note_random(args.device.type)
         for name, module in model.named_modules():
             if name:
                 self.handles.append(module.register_forward_hook(self._forward(_plain(name))))
@@ -69,6 +75,13 @@ class Tracer(TrainerCallback):
 
     def _gradient(self, name: str) -> Any:
         return lambda gradient: self._note("gradient", name, gradient)
+
+    def _note_random(self, kind: str) -> None:
+        states = {"cpu": torch.get_rng_state()}
+        if kind not in ("cpu", "lazy"):
+            states[kind] = torch.get_device_module(kind).get_rng_state()
+        for name, state in states.items():
+            self._note(RANDOM, name, state)
 
     def _note(self, phase: str, name: str, tensor: torch.Tensor) -> None:
         entry = {"step": self.step, "phase": phase, "name": name, "shape": list(tensor.shape)}

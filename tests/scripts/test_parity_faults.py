@@ -28,7 +28,7 @@ PLACES = {
     "norm_epsilon": ("sound", "step 1, forward, model.layers.1.post_attention_layernorm"),
     "in_place_in_training": ("checkpointed", "step 1, gradient, model.layers.1"),
     "mean_of_batch_means": ("sound", "evaluation (eval_loss, perplexity, eval_loss_before); training is the same"),
-    "dropout_in_evaluation": ("dropout", "evaluation (eval_loss, perplexity"),
+    "dropout_in_evaluation": ("dropout", "step 0, evaluation: it draws random numbers"),
     "adapter_not_loaded": ("evaluated", "evaluation (eval_loss, perplexity"),
 }
 
