@@ -82,8 +82,10 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 
     if dropout:
         raise ValueError(f"attention flex has no dropout, attention_dropout is {dropout}")
 
+    by_row = None if mask is None else mask[:, 0].expand(q.shape[0], -1, -1)  # torch 2.10 takes tensors as indices only
+
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return query >= key if mask is None else mask[batch if mask.shape[0] > 1 else 0, 0, query, key]
+        return query >= key if by_row is None else by_row[batch, query, key]
 
     block = None
     if mask is not None or q.shape[2] > 1:

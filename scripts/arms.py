@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import subprocess
 import sys
 import time
@@ -132,7 +131,7 @@ def _run(arm: Arm, folder: Path, number: int, options: argparse.Namespace) -> No
     if ranks > 1:
         command += [str(ROOT / "scripts" / "gaudi_spawn.py"), "--world_size", str(ranks)]
         overrides = _split_rows(overrides, ranks)
-    command += [os.environ.get("PARITY_RECIPE", str(ROOT / "recipes" / "lora.py")), *overrides]
+    command += [str(ROOT / "recipes" / "lora.py"), *overrides]
     command += [f"hydra.run.dir={folder}", f"trace_steps={options.trace}", "data.show_samples=0"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -169,11 +168,11 @@ def _own_facts(arm: Arm, first: Arm) -> tuple[str, ...]:
     """Facts that the arms set themselves, and what follows from another way of batching."""
     keys = {item.lstrip("+~").split("=")[0] for one in (arm, first) for item in one.overrides}
     follow = (
-        {"data.batching", "data.held_out", "epoch", "global_step", "train.targets"}
+        {"data.batching", "data.held_out", "epoch", "global_step", "train.targets", "eval_samples"}
         if "data.batching" in keys
         else set()
     )
-    known = {*arm.runs[0].facts, *first.runs[0].facts}
+    known = {*arm.runs[0].facts, *first.runs[0].facts, *rules()["metrics"]}
     return tuple(sorted((keys | follow) & known))
 
 
@@ -203,6 +202,8 @@ def _spread(arm: Arm) -> str:
     parts = []
     for name in ("train_runtime", "max_memory_allocated (GB)", "eval_loss"):
         values = [run.metrics[name] for run in arm.runs if name in run.metrics]
+        if not values:
+            continue
         parts.append(f"{name} {min(values):.6g} to {max(values):.6g}")
     return ", ".join(parts)
 

@@ -81,7 +81,7 @@ def check_names(names: list[str], known: list[str], option: str) -> None:
 
 
 def compare(found: Result, baseline: Result, require: tuple[str, ...] = (), allow: tuple[str, ...] = ()) -> Comparison:
-    """`require`: memory, speed decide too. `allow`: facts that may differ, and metrics that may be missing."""
+    """`require`: memory, speed decide too. `allow`: facts that may differ, and metrics that may differ or be missing."""
     check_names(list(allow), sorted({*found.facts, *baseline.facts, *rules()["metrics"]}), "--allow")
     comparison = Comparison(found, baseline)
     comparison.changed = _changed(found.settings, baseline.settings)
@@ -92,6 +92,7 @@ def compare(found: Result, baseline: Result, require: tuple[str, ...] = (), allo
     for name, rule in rules()["metrics"].items():
         if name not in limits and rule.get("follows") in limits and name in baseline.metrics:
             limits[name] = math.expm1(limits[rule["follows"]]) * abs(baseline.metrics[name])
+    limits |= dict.fromkeys(set(allow) & rules()["metrics"].keys())
     for name, rule in rules()["metrics"].items():
         if name in ("step_loss", "grad_norm"):
             comparison.rows += _series(name, found, baseline, limits.get(name))

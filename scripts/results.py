@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ class Result:
     steps: dict[int, dict[str, float]] = field(default_factory=dict)  # by optimizer step
     tolerance: dict[str, float] = field(default_factory=dict)  # a baseline's own
     folder: Path | None = None
+    command: str | None = None  # that made it, without its folder
 
 
 def read(name: str) -> Result:
@@ -69,7 +71,20 @@ def _of_folder(folder: Path) -> Result:
     data = _json(folder / "data.json") if (folder / "data.json").exists() else {}
     settings |= {f"versions.{key}": versions.get(key) for key in ("device", "world_size", "torch", "cpu")}
     settings["versions.machine"] = _machine(versions.get("platform") or "")
-    return Result(str(folder), metrics, _facts(data, settings, metrics), settings, steps, folder=folder)
+    command = _command(versions.get("command") or "")
+    return Result(
+        str(folder), metrics, _facts(data, settings, metrics), settings, steps, folder=folder, command=command
+    )
+
+
+def _command(line: str) -> str | None:
+    words = shlex.split(line)
+    start = next((n for n, word in enumerate(words) if word.endswith("lora.py")), None)
+    if start is None:
+        return None
+    return shlex.join(
+        ["python", "recipes/lora.py", *(w for w in words[start + 1 :] if not w.startswith("hydra.run.dir="))]
+    )
 
 
 def _facts(data: dict[str, Any], settings: dict[str, Any], metrics: dict[str, float]) -> dict[str, Any]:
@@ -160,7 +175,15 @@ def _of_baseline(name: str) -> Result:
     loaded = OmegaConf.to_container(OmegaConf.load(path))
     steps = {int(step): record for step, record in (loaded.get("steps") or {}).items()}
     facts, settings = loaded.get("facts") or {}, loaded.get("settings") or {}
-    return Result(name, _numbers(loaded["metrics"], path), facts, settings, steps, loaded.get("tolerance") or {})
+    return Result(
+        name,
+        _numbers(loaded["metrics"], path),
+        facts,
+        settings,
+        steps,
+        loaded.get("tolerance") or {},
+        command=loaded.get("command"),
+    )
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -197,6 +220,7 @@ def record_baseline(name: str, run: Result, overwrite: bool = False) -> Path:
     content = {
         "name": name,
         "source": f"recorded by scripts/parity.py, {run.settings.get('versions.machine')}, torch {run.settings.get('versions.torch')}",
+        "command": run.command,
         "metrics": run.metrics,
         "tolerance": {},
         "facts": run.facts,

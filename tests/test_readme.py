@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from recipes.pipeline.compose import compose_here
+from scripts import arms, parity, results
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 BLOCKS = [line for block in re.findall(r"```bash\n(.*?)```", README, flags=re.S) for line in block.splitlines() if line]
@@ -30,13 +33,24 @@ def test_every_command_is_understood(command, tmp_path):
         words.append("--help")
     elif script == "gaudi_spawn.py":
         words.insert(2, "--dry_run")
-    elif script == "lora.py":
+    elif script in ("lora.py", "generate.py"):
         words.append("dry_run=true")
+    elif script == "parity.py":
+        return _parity_is_understood(words[2:])
     done = run(words, tmp_path)
     assert done.returncode == 0, done.stderr
     if script == "gaudi_spawn.py":  # and what it would start plans too
         inner = [sys.executable, *words[words.index(str(REPOSITORY / "recipes/lora.py")) :], "dry_run=true"]
         assert "GiB a rank" in run(inner, tmp_path).stdout
+
+
+def _parity_is_understood(words):
+    options = parity.parse(words)
+    if options.ab or options.arms or options.stock:
+        assert all(compose_here([*arm, *options.arguments]) for arm in arms._arms(options))
+    else:
+        assert len(options.arguments) == 1 and (options.record or options.baseline)
+        assert options.baseline is None or options.baseline in results.baselines()
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])

@@ -209,6 +209,7 @@ class GenerateConfig:
 class BaselineConfig:
     name: str | None = None
     source: str = ""
+    command: str | None = None  # that made it
     metrics: dict[str, float] = field(default_factory=dict)  # keys of all_results.json
     tolerance: dict[str, float] = field(
         default_factory=dict

@@ -164,7 +164,7 @@ def test_embeddings_as_input(pair):
     )
 
 
-@pytest.mark.parametrize("keep", [0, 1, 5, torch.tensor([2, 7]), torch.empty(0, dtype=torch.long)])
+@pytest.mark.parametrize("keep", [0, 1, 5, torch.tensor([2, 7])])
 def test_logits_to_keep(pair, keep):
     stock, ours = pair()
     ids, _, labels = texts()

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -43,9 +44,10 @@ def test_without_gaudi_it_says_what_is_missing(check):
 
 def test_the_checks_of_one_card(check):
     done, written = check("--size", "tiny", "--parts", "versions", "device", "kernels", "memory")
-    assert done.returncode == 1, done.stderr  # torch here is not the one that Gaudi 1.24 ships
+    shipped = metadata.version("torch").startswith("2.10.")  # by the Gaudi release of the double
+    assert done.returncode == (0 if shipped else 1), done.stderr
     rows = {row["check"]: row for row in written["rows"]}
-    assert [name for name, row in rows.items() if not row["ok"]] == ["release and torch"]
+    assert [name for name, row in rows.items() if not row["ok"]] == ([] if shipped else ["release and torch"])
     assert float(rows["in-place residual add saves"]["seen"]) == pytest.approx(
         1.0, abs=0.1
     )  # one tensor, as bench.py has it

@@ -227,7 +227,8 @@ def test_zero3_on_two_ranks_with_deepspeeds_own_checkpoint(recipe, runs):
         _environment_came_first(rank, lazy="1")
         assert rank["calls"]["FusedAdamW.step"] == 3
     assert "device        hpu, lazy, 2 rank(s), backend hccl" in done.stdout
-    assert "warning       torch" in done.stdout  # 2.13 is not what Gaudi 1.24 ships
+    shipped = torch.__version__.startswith("2.10.")  # by the Gaudi release of the double
+    assert ("warning       torch" in done.stdout) is not shipped
 
 
 def test_a_direct_run_under_torch_compile(recipe, runs):
