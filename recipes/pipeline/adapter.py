@@ -207,11 +207,32 @@ def plain_lora(module: nn.Module) -> tuple[nn.Module, LowRank | None] | None:
 
 def load_adapter(model: PreTrainedModel, folder: Path, trainable: bool) -> PeftModel:
     """A finished adapter on `model`, every key and shape checked (PEFT only warns). Raises InputError."""
-    config = _read_config(folder)
+    wrapped, ours = fit_adapter(model, folder, trainable)
+    shares = getattr(model, "shares", None)
+    with _open_weights(folder) as file:
+        for key, parameter in ours.items():
+            with torch.no_grad(), _whole(parameter, write=True):
+                if parameter.numel():
+                    whole = file.get_tensor(key)
+                    parameter.data.copy_(shares.part(key, whole) if shares else whole)
+    if not trainable:
+        wrapped.requires_grad_(False)
+    wrapped.adapter_origin = str(folder)
+    return wrapped
+
+
+def fit_adapter(
+    model: PreTrainedModel, folder: Path, trainable: bool = False
+) -> tuple[PeftModel, dict[str, nn.Parameter]]:
+    """`model` with room for the adapter in `folder`, and its parameters by their keys in the file. Raises InputError.
+
+    No weight is read: the model may be on the meta device.
+    """
+    config = read_adapter_config(folder)
     config.inference_mode = not trainable
     if isinstance(config.target_modules, set | list):
         try:
-            check_names("target_modules", sorted(config.target_modules), _linear_names(model))
+            check_names("target_modules", sorted(config.target_modules), [*_linear_names(model), *_embeddings(model)])
         except InputError as error:
             raise InputError(f"adapter.path={folder} is of another base model: {error}") from error
     _compare_bases(folder, config, model)
@@ -225,15 +246,11 @@ def load_adapter(model: PreTrainedModel, folder: Path, trainable: bool) -> PeftM
     with _open_weights(folder) as file:
         found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
         _check_keys(folder, found, ours, shares.whole_shape if shares else lambda _, shape: shape)
-        for key, parameter in ours.items():
-            with torch.no_grad(), _whole(parameter, write=True):
-                if parameter.numel():
-                    whole = file.get_tensor(key)
-                    parameter.data.copy_(shares.part(key, whole) if shares else whole)
-    if not trainable:
-        wrapped.requires_grad_(False)
-    wrapped.adapter_origin = str(folder)
-    return wrapped
+    return wrapped, ours
+
+
+def _embeddings(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
 
 
 def _compare_bases(folder: Path, config: PeftConfig, model: PreTrainedModel) -> None:
@@ -243,7 +260,8 @@ def _compare_bases(folder: Path, config: PeftConfig, model: PreTrainedModel) -> 
         print(f"adapter.path={folder} was trained on {trained_on}, the model here is {given}", file=sys.stderr)
 
 
-def _read_config(folder: Path) -> PeftConfig:
+def read_adapter_config(folder: Path) -> PeftConfig:
+    """adapter_config.json of `folder`. Raises InputError if there is none, or none of LoRA."""
     if not folder.is_dir():
         raise InputError(f"adapter.path={folder}: no such folder")
     if not (folder / CONFIG_FILE).is_file():
