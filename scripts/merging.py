@@ -23,7 +23,7 @@ from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from recipes.pipeline.adapter import NAME, WEIGHTS_FILE, fit_adapter
+from recipes.pipeline.adapter import NAME, WEIGHTS_FILE, fit_adapter, read_adapter_config
 from recipes.pipeline.config import InputError
 from recipes.pipeline.weights import DTYPES, INDEX, one_line, tensor_entries
 
@@ -119,6 +119,12 @@ class Adapter:
     @classmethod
     def of(cls, folder: Path, weight: float, config: LlamaConfig, base_name: str) -> Adapter:
         """The adapter in `folder`, checked against a model of `config`. Raises InputError."""
+        how = str(read_adapter_config(folder).init_lora_weights).lower()
+        if how.startswith(CHANGE_THE_BASE):
+            raise InputError(
+                f"adapter {folder}: init_lora_weights={how} has changed the base model's weights; save it as plain LoRA"
+                " first (PEFT: save_pretrained(path_initial_model_for_weight_conversion=...))"
+            )
         with torch.device("meta"):
             llama = LlamaForCausalLM(config)
         llama.config._name_or_path = llama.name_or_path = base_name
@@ -128,12 +134,6 @@ class Adapter:
             warnings.filterwarnings("ignore", message=".*meta.*no-op.*")
             names = [name for name, _ in llama.named_parameters(remove_duplicate=False)]
             wrapped, ours = fit_adapter(llama, folder)
-        how = str(wrapped.peft_config[NAME].init_lora_weights).lower()
-        if how.startswith(CHANGE_THE_BASE):
-            raise InputError(
-                f"adapter {folder}: init_lora_weights={how} has changed the base model's weights; save it as plain LoRA"
-                " first (PEFT: save_pretrained(path_initial_model_for_weight_conversion=...))"
-            )
         keys = {id(parameter): key for key, parameter in ours.items()}
         changes = {name: change for name in names if (change := _change(wrapped.get_base_model(), name, keys))}
         used = {key for change in changes.values() for key in change.keys.values()}
