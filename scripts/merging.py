@@ -84,9 +84,9 @@ class Change:
         layer = copy.deepcopy(self.layer)
         _put(layer, "base_layer.weight", base)
         for name, key in self.keys.items():
-            _put(layer, name, _part(name, adapter, key, start, stop))
-        if bias is not None:
-            _put(layer, "base_layer.bias", bias)
+            _put(layer, name, _part(name, adapter, key, start, stop) if self.by_rows else adapter.rows(key).float())
+        if layer.lora_bias.get(NAME) and layer.base_layer.bias is not None:
+            _put(layer, "base_layer.bias", torch.zeros(stop - start) if bias is None else bias)
         try:
             layer.merge(safe_merge=True, adapter_names=[NAME])
         except (ValueError, RuntimeError, NotImplementedError) as error:
@@ -103,7 +103,7 @@ def _part(name: str, adapter: Tensors, key: str, start: int, stop: int) -> Tenso
     # Rows of a linear weight are rows of B and places of DoRA's magnitude; rows of an embedding are columns of A
     if name.startswith("lora_embedding_A"):
         return adapter.rows(key).float()[:, start:stop]
-    by_row = name.startswith(("lora_B", "lora_magnitude_vector")) and "embedding" not in name
+    by_row = name.startswith(("base_layer", "lora_B", "lora_magnitude_vector"))
     return (adapter.rows(key, start, stop) if by_row else adapter.rows(key)).float()
 
 
@@ -137,7 +137,7 @@ class Adapter:
         keys = {id(parameter): key for key, parameter in ours.items()}
         changes = {name: change for name in names if (change := _change(wrapped.get_base_model(), name, keys))}
         used = {key for change in changes.values() for key in change.keys.values()}
-        if left := sorted(set(ours) - used):
+        if left := sorted(key for key, parameter in ours.items() if keys[id(parameter)] not in used):
             raise InputError(
                 f"adapter {folder}: {len(left)} tensors of a kind that is not merged here, first {left[0]};"
                 " merge it with PEFT's merge_and_unload"
@@ -152,9 +152,7 @@ def _change(model: nn.Module, name: str, keys: dict[int, str]) -> Change | None:
         saved = getattr(module.modules_to_save[NAME], leaf)
         return Change(None, {leaf: keys[id(saved)]})
     if isinstance(module, LoraLayer) and (leaf == "weight" or module.lora_bias.get(NAME)):
-        own = {
-            n: keys[id(p)] for n, p in module.named_parameters() if id(p) in keys and not n.startswith("base_layer.")
-        }
+        own = {n: keys[id(p)] for n, p in module.named_parameters() if id(p) in keys and n != "base_layer.bias"}
         variant = module.lora_variant.get(NAME)
         known = isinstance(module, LoraLinear) and (variant is None or isinstance(variant, DoraLinearVariant))
         return Change(module, own, known or (isinstance(module, Embedding) and variant is None))

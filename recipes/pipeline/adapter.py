@@ -239,14 +239,23 @@ def fit_adapter(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*base_model_name_or_path.*")  # said by ourselves
         wrapped = get_peft_model(model, config)
-    ours = get_peft_model_state_dict(
-        wrapped, state_dict=dict(wrapped.named_parameters()), adapter_name=NAME, save_embedding_layers=False
-    )
     shares = getattr(model, "shares", None)  # under tensor parallelism a rank has a part of some matrices
     with _open_weights(folder) as file:
         found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-        _check_keys(folder, found, ours, shares.whole_shape if shares else lambda _, shape: shape)
+    ours = _keys(wrapped, False)
+    if set(found) - set(ours) and set(found) == set(with_base := _keys(wrapped, True)):
+        ours = with_base  # PEFT saves the base's embedding too where it is a target
+    _check_keys(folder, found, ours, shares.whole_shape if shares else lambda _, shape: shape)
     return wrapped, ours
+
+
+def _keys(wrapped: PeftModel, embeddings: bool) -> dict[str, nn.Parameter]:
+    parameters = dict(wrapped.named_parameters(remove_duplicate=False))  # a tied head has a key of its own
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*save_embedding_layers.*")
+        return get_peft_model_state_dict(
+            wrapped, state_dict=parameters, adapter_name=NAME, save_embedding_layers=embeddings
+        )
 
 
 def _embeddings(model: nn.Module) -> list[str]:

@@ -236,8 +236,10 @@ def _convert(file: Path, folder: Path) -> None:
 
     try:
         adds_bos = _adds_bos(file)
-        model = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name, torch_dtype=torch.float32)
-        tokenizer = tokenizer_of_gguf(file.parent, file.name, adds_bos)
+        with tempfile.TemporaryDirectory() as alone:  # transformers would mix in what lies beside the file
+            (Path(alone) / file.name).symlink_to(file.resolve())
+            model = LlamaForCausalLM.from_pretrained(alone, gguf_file=file.name, torch_dtype=torch.float32)
+            tokenizer = tokenizer_of_gguf(Path(alone), file.name, adds_bos)
     except Exception as error:  # the reader raises whatever a damaged file leads it to
         raise InputError(f"{file}: cannot be read as a GGUF Llama ({one_line(error)}); copy it again") from error
     for name in ("bos", "eos"):
