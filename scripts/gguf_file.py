@@ -26,10 +26,11 @@ from gguf import (
     get_tensor_name_map,
 )
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import AutoTokenizer, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from recipes.pipeline.config import InputError
+from recipes.pipeline.prompts import adds_bos
 from recipes.pipeline.weights import read_json
 from scripts.merging import Tensors
 
@@ -163,7 +164,9 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, config: LlamaConfig) -> Non
         writer.add_token_scores(_scores(model, tokens))
         writer.add_add_space_prefix(_puts_space_first(described))
     writer.add_token_types(types)
-    SpecialVocab(folder, load_merges=True, n_vocab=config.vocab_size).add_to_gguf(writer, quiet=True)
+    special = SpecialVocab(folder, load_merges=True, n_vocab=config.vocab_size)
+    special.add_special_token["bos"] = adds_bos(AutoTokenizer.from_pretrained(folder))  # never left to a default
+    special.add_to_gguf(writer, quiet=True)
 
 
 def _flat(part: dict[str, Any] | None) -> list[dict[str, Any]]:
