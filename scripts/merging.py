@@ -27,7 +27,7 @@ from recipes.pipeline.adapter import NAME, WEIGHTS_FILE, fit_adapter, read_adapt
 from recipes.pipeline.config import InputError
 from recipes.pipeline.weights import DTYPES, INDEX, one_line, tensor_entries
 
-BLOCK = 4 * 1024**2  # numbers that are merged at one time: memory does not depend on a tensor's size
+BLOCK = 1024**2  # numbers that are merged at one time: memory does not depend on a tensor's size
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16"}
 # Initialisations that take something out of the base model's weights

@@ -279,7 +279,8 @@ def test_our_recipe_gives_one_text_from_adapter_and_merged(base, plain, tmp_path
     texts = []
     for model in ([f"model.name_or_path={base}", f"adapter.path={plain}"], [f"model.name_or_path={tmp_path / 'out'}"]):
         done = run_recipe(
-            *model, "model.shape={}", "runtime=cpu", "generate.prompt=[Name three colors]", "generate.max_new_tokens=12", "generate.template=false",
+            *model, "model.shape={}", "runtime=cpu", "generate.prompt=[Name three colors]", "generate.template=false",
+            "generate.max_new_tokens=12",
             "generate.stream=false", f"generate.output={tmp_path / f'{len(texts)}.jsonl'}", recipe="recipes/generate.py",
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
@@ -396,9 +397,10 @@ print("MEASURED", status, before, high())
 """
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_model(tmp_path):
-    wide = {"vocab_size": 300, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12}
-    base, shard = save_base(tmp_path / "large", shard="64MB", **wide), 64e6
+    wide = {"vocab_size": 300, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 9}
+    base, shard = save_base(tmp_path / "large", shard="60MB", **wide), 60e6
     adapter = tmp_path / "a"
     with torch.device("meta"):
         meta = LlamaForCausalLM(LlamaConfig.from_pretrained(base))
@@ -421,7 +423,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     assert status == 0
     assert peak < 2 * shard + 2**30
     assert (
-        peak - before < 2 * shard + 100e6 < size / 2
+        peak - before < 2 * shard + 60e6 < size / 2
     )  # the bound above has room for a model of this size: this has not
 
 
@@ -540,6 +542,7 @@ def test_a_wrong_merge_is_found_and_not_kept(plain, tmp_path, capsys, monkeypatc
         assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_leaves_nothing(base, plain, tmp_path, sent):
     code = f"""
