@@ -79,7 +79,7 @@ def base(tmp_path_factory):
 
 def arguments(base, *more):
     return [
-        f"model.name_or_path={base}", "model.tokenizer=null", "model.config={}", "data.max_seq_length=256", "samples=3",
+        "model=smollm2_135m", f"model.name_or_path={base}", "data.max_seq_length=256", "samples=3",
         "sample_tokens=10", *more,
     ]  # fmt: skip
 
@@ -155,10 +155,10 @@ def test_not_asked_for_not_written(base, tiny):
     "options",
     [
         ["adapter.use_dora=true", "adapter.modules_to_save=[lm_head]"],
-        ["adapter.use_rslora=true", "adapter.bias=all", "train.gradient_checkpointing=true"],
+        ["adapter.use_rslora=true", "train.gradient_checkpointing=true"],
         ["model.dtype=bfloat16"],
     ],
-    ids=["dora", "biases", "bfloat16"],
+    ids=["dora", "rank-stabilised", "bfloat16"],
 )
 def test_a_finished_adapter_and_its_merged_model_give_the_runs_own_loss(base, tiny, tmp_path, options):
     from scripts import merge
