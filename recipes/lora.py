@@ -20,7 +20,7 @@ def main(cfg: LoraRecipe) -> None:
         return dry_run(cfg)
     preflight(cfg)
     runtime = start(cfg)  # sets the environment: what imports torch comes after it
-    from recipes.pipeline import data, model, report, trainer
+    from recipes.pipeline import data, model, report, samples, trainer
 
     folder = run_folder()
     report.open_run_folder(cfg, runtime, folder)
@@ -32,6 +32,7 @@ def main(cfg: LoraRecipe) -> None:
     report.introduce(runtime, folder, records, tokenizer, llama)
     coach = trainer.build_trainer(cfg, runtime, arguments, llama, tokenizer, records)
     report.finish(cfg, runtime, folder, trainer.run(cfg, runtime, coach, checkpoint))
+    samples.write(cfg, runtime, folder, coach)
     runtime.leave()
 
 

@@ -207,24 +207,9 @@ def plain_lora(module: nn.Module) -> tuple[nn.Module, LowRank | None] | None:
 
 def load_adapter(model: PreTrainedModel, folder: Path, trainable: bool) -> PeftModel:
     """A finished adapter on `model`, every key and shape checked (PEFT only warns). Raises InputError."""
-    config = _read_config(folder)
-    config.inference_mode = not trainable
-    if isinstance(config.target_modules, set | list):
-        try:
-            check_names("target_modules", sorted(config.target_modules), _linear_names(model))
-        except InputError as error:
-            raise InputError(f"adapter.path={folder} is of another base model: {error}") from error
-    _compare_bases(folder, config, model)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*base_model_name_or_path.*")  # said by ourselves
-        wrapped = get_peft_model(model, config)
-    ours = get_peft_model_state_dict(
-        wrapped, state_dict=dict(wrapped.named_parameters()), adapter_name=NAME, save_embedding_layers=False
-    )
-    shares = getattr(model, "shares", None)  # under tensor parallelism a rank has a part of some matrices
+    wrapped, ours = fit_adapter(model, folder, trainable)
+    shares = getattr(model, "shares", None)
     with _open_weights(folder) as file:
-        found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-        _check_keys(folder, found, ours, shares.whole_shape if shares else lambda _, shape: shape)
         for key, parameter in ours.items():
             with torch.no_grad(), _whole(parameter, write=True):
                 if parameter.numel():
@@ -236,6 +221,47 @@ def load_adapter(model: PreTrainedModel, folder: Path, trainable: bool) -> PeftM
     return wrapped
 
 
+def fit_adapter(
+    model: PreTrainedModel, folder: Path, trainable: bool = False
+) -> tuple[PeftModel, dict[str, nn.Parameter]]:
+    """`model` with room for the adapter in `folder`, and its parameters by their keys in the file. Raises InputError.
+
+    No weight is read: the model may be on the meta device.
+    """
+    config = read_adapter_config(folder)
+    config.inference_mode = not trainable
+    if isinstance(config.target_modules, set | list):
+        try:
+            check_names("target_modules", sorted(config.target_modules), [*_linear_names(model), *_embeddings(model)])
+        except InputError as error:
+            raise InputError(f"adapter.path={folder} is of another base model: {error}") from error
+    _compare_bases(folder, config, model)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*base_model_name_or_path.*")  # said by ourselves
+        wrapped = get_peft_model(model, config)
+    shares = getattr(model, "shares", None)  # under tensor parallelism a rank has a part of some matrices
+    with _open_weights(folder) as file:
+        found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
+    ours = _keys(wrapped, False)
+    if set(found) - set(ours) and set(found) == set(with_base := _keys(wrapped, True)):
+        ours = with_base  # PEFT saves the base's embedding too where it is a target
+    _check_keys(folder, found, ours, shares.whole_shape if shares else lambda _, shape: shape)
+    return wrapped, ours
+
+
+def _keys(wrapped: PeftModel, embeddings: bool) -> dict[str, nn.Parameter]:
+    parameters = dict(wrapped.named_parameters(remove_duplicate=False))  # a tied head has a key of its own
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*save_embedding_layers.*")
+        return get_peft_model_state_dict(
+            wrapped, state_dict=parameters, adapter_name=NAME, save_embedding_layers=embeddings
+        )
+
+
+def _embeddings(model: nn.Module) -> list[str]:
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+
+
 def _compare_bases(folder: Path, config: PeftConfig, model: PreTrainedModel) -> None:
     # By the last part of the path: models are moved and copied. Shapes are compared key by key later
     trained_on, given = (Path(name or "").name for name in (config.base_model_name_or_path, model.name_or_path))
@@ -243,7 +269,8 @@ def _compare_bases(folder: Path, config: PeftConfig, model: PreTrainedModel) -> 
         print(f"adapter.path={folder} was trained on {trained_on}, the model here is {given}", file=sys.stderr)
 
 
-def _read_config(folder: Path) -> PeftConfig:
+def read_adapter_config(folder: Path) -> PeftConfig:
+    """adapter_config.json of `folder`. Raises InputError if there is none, or none of LoRA."""
     if not folder.is_dir():
         raise InputError(f"adapter.path={folder}: no such folder")
     if not (folder / CONFIG_FILE).is_file():

@@ -231,6 +231,8 @@ class LoraRecipe:
     seed: int = 42
     dry_run: bool = False  # resolve, check, print the run plan, stop
     debug: bool = False  # tracebacks, and each rank's messages
+    samples: int = 0  # held-out prompts that base and adapter answer at the end, into samples.md
+    sample_tokens: int = 64  # new tokens of such an answer
     trace_steps: int = 0  # optimizer steps whose tensors are fingerprinted into trace.jsonl, for scripts/parity.py
 
 
@@ -257,6 +259,10 @@ def check(cfg: LoraRecipe) -> None:
     if data.validation_split_percentage == 0 and train.do_eval and not (data.eval_path or data.eval_split):
         raise InputError(
             "data.validation_split_percentage=0 leaves nothing to evaluate; set data.eval_path or train.do_eval=false"
+        )
+    if data.validation_split_percentage == 0 and cfg.samples and not (data.eval_path or data.eval_split):
+        raise InputError(
+            f"samples={cfg.samples} are held-out records, and none is held out; set data.eval_path or samples=0"
         )
     if train.do_train and adapter.kind is AdapterKind.none:
         raise InputError("adapter=none has nothing to train; set train.do_train=false or adapter=lora")
@@ -294,6 +300,9 @@ def _check_ranges(cfg: LoraRecipe) -> None:
         raise InputError(
             "train.max_steps=0 or train.num_train_epochs=0 trains nothing; set train.do_train=false instead"
         )
+    if cfg.samples < 0 or cfg.sample_tokens < 1:
+        name, least = ("samples", 0) if cfg.samples < 0 else ("sample_tokens", 1)
+        raise InputError(f"{name}={getattr(cfg, name)}: takes {least} or more")
     if not 0 <= cfg.data.validation_split_percentage < 100:
         raise InputError(
             f"data.validation_split_percentage={cfg.data.validation_split_percentage}: takes 0 to below 100 (percent)"

@@ -96,7 +96,7 @@ def load_weights(cfg: LoraRecipe, tokenizer: PreTrainedTokenizerBase, shares: Sh
         copy_into(model, whole)
         return model
     source = locate(cfg.model.name_or_path, cfg.model)
-    config = _config_from(source, cfg.model)
+    config = read_config(source, cfg.model)
     check_vocabulary(tokenizer, config.vocab_size)
     if is_deepspeed_zero3_enabled():
         return _streamed(cfg, model_class, config, source, tokenizer)
@@ -185,7 +185,8 @@ def _config_of(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> Ll
     return config
 
 
-def _config_from(source: Any, model: ModelConfig) -> LlamaConfig:
+def read_config(source: Any, model: ModelConfig) -> LlamaConfig:
+    """The configuration in a folder or of a hub id. Raises InputError where it is no Llama's."""
     try:
         config = LlamaConfig.from_pretrained(source, revision=model.revision)
     except (OSError, KeyError) as error:

@@ -40,6 +40,12 @@ def locate(name: str, model: ModelConfig) -> str | Path:
     return name
 
 
+def gguf_file(name: str) -> Path | None:
+    """The GGUF file that `name` means, if it means one."""
+    path = _in_package(name) if name.startswith("package:") else Path(name).expanduser()
+    return path if path.suffix == ".gguf" else None
+
+
 def _near(path: Path) -> str:
     siblings = [entry.name for entry in path.parent.iterdir()] if path.parent.is_dir() else []
     near = difflib.get_close_matches(path.name, siblings, n=3)
@@ -68,7 +74,7 @@ def check_folder(folder: Path) -> None:
         if (folder / "tokenizer_config.json").is_file():
             return  # a tokenizer's folder
         raise InputError(f"{folder}/config.json is missing; is this a model's folder?")
-    _read_json(folder / "config.json")
+    read_json(folder / "config.json")
     for file in weight_files(folder):
         _check_safetensors(file)
 
@@ -77,7 +83,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors of a model's folder, each named by its index. Raises InputError for a missing one."""
     index = folder / INDEX
     if index.is_file():
-        names = sorted(set(_read_json(index).get("weight_map", {}).values()))
+        names = sorted(set(read_json(index).get("weight_map", {}).values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
             raise InputError(
@@ -111,7 +117,7 @@ def _check_safetensors(file: Path) -> None:
         )
 
 
-def _read_json(file: Path) -> dict:
+def read_json(file: Path) -> dict:
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, OSError) as error:
@@ -230,8 +236,10 @@ def _convert(file: Path, folder: Path) -> None:
 
     try:
         adds_bos = _adds_bos(file)
-        model = LlamaForCausalLM.from_pretrained(file.parent, gguf_file=file.name, torch_dtype=torch.float32)
-        tokenizer = tokenizer_of_gguf(file.parent, file.name, adds_bos)
+        with tempfile.TemporaryDirectory() as alone:  # transformers would mix in what lies beside the file
+            (Path(alone) / file.name).symlink_to(file.resolve())
+            model = LlamaForCausalLM.from_pretrained(alone, gguf_file=file.name, torch_dtype=torch.float32)
+            tokenizer = tokenizer_of_gguf(Path(alone), file.name, adds_bos)
     except Exception as error:  # the reader raises whatever a damaged file leads it to
         raise InputError(f"{file}: cannot be read as a GGUF Llama ({one_line(error)}); copy it again") from error
     for name in ("bos", "eos"):

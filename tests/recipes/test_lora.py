@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from recipes import lora
-from recipes.pipeline import data, model, report, trainer
+from recipes.pipeline import data, model, report, samples, trainer
 
 
 def test_environment_then_arguments_then_model(compose, monkeypatch):
@@ -20,6 +20,7 @@ def test_environment_then_arguments_then_model(compose, monkeypatch):
         trainer: ("find_checkpoint", "training_arguments", "build_trainer", "run"),
         model: ("load_tokenizer", "build_model"),
         data: ("build_data",),
+        samples: ("write",),
     }.items():
         for name in names:
             stage(module, name)
@@ -27,4 +28,4 @@ def test_environment_then_arguments_then_model(compose, monkeypatch):
     lora.main.recipe(cfg)
     assert order[:3] == ["preflight", "start", "run_folder"]  # what imports torch comes after start
     assert order.index("training_arguments") < order.index("build_model") < order.index("build_trainer")
-    assert order[-2:] == ["finish", "leave"]
+    assert order[-3:] == ["finish", "write", "leave"]  # results are safe before anything is generated
