@@ -40,7 +40,8 @@ def test_every_command_is_understood(command, tmp_path):
     done = run(words, tmp_path)
     assert done.returncode == 0, done.stderr
     if script == "gaudi_spawn.py":  # and what it would start plans too
-        inner = [sys.executable, *words[words.index(str(REPOSITORY / "recipes/lora.py")) :], "dry_run=true"]
+        start = next(n for n, word in enumerate(words) if "/recipes/" in word)
+        inner = [sys.executable, *words[start:], "dry_run=true"]
         assert "GiB a rank" in run(inner, tmp_path).stdout
 
 
