@@ -70,6 +70,7 @@ def _curves(arms: list[Any], verdict: Verdict) -> Any:
     upper.legend(fontsize=8)
     lower.axhline(0, color="#888", linewidth=0.8)
     lower.set(xlabel="optimizer step", ylabel="difference to the first")
+    lower.xaxis.get_major_locator().set_params(integer=True)
     lower.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     return figure
 
