@@ -285,6 +285,7 @@ def test_the_folder_is_whole(base, plain, tmp_path, capsys):
     assert "merged" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_our_recipe_gives_one_text_from_adapter_and_merged(base, plain, tmp_path, run_recipe):
     assert run("--adapter", plain, "--output", tmp_path / "out", "--dtype", "float32") == 0
     texts = []
