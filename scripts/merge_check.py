@@ -18,14 +18,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 from recipes.pipeline.config import InputError
 
 LOGITS = 1e-3  # largest difference in float32, nats
-LOSS = 0.01  # difference of the mean loss, where the merged weights are rounded to bfloat16
+LOSS = 0.01  # difference of the mean loss in bfloat16, or twice what rounding the base alone moves
 TEXTS = (
-    "The capital of France is Paris, and the river that runs through it is the Seine.",
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request.",
-    "Water boils at one hundred degrees Celsius at sea level, and at less on a mountain.",
-    "def add(a, b):\n    return a + b\n",
+    "The capital of France is Paris, and the river that runs through it is the Seine. The capital of Italy is Rome, and its"
+    " river is the Tiber, which is much shorter.",
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request. The response"
+    " should be short, polite and correct.",
+    "Water boils at one hundred degrees Celsius at sea level, and at less on a mountain, because the pressure of the air is"
+    " lower there. So an egg takes longer to cook.",
+    "def add(a, b):\n    return a + b\n\n\ndef mean(values):\n    total = 0\n    for value in values:\n        total = add(total,"
+    " value)\n    return total / len(values)\n",
+    "Name three colors of the rainbow. Red, orange and yellow. Name three more. Green, blue and violet. Which one is in the"
+    " middle? Green is in the middle.",
+    "Dear Anna, thank you for your letter. The weather here is fine, and the children play in the garden every day. We hope to"
+    " see you all in the summer.",
+    "A train leaves at nine in the morning and arrives at noon. It has travelled for three hours. At eighty kilometres an hour"
+    " that makes two hundred and forty kilometres.",
+    "Der Hund schläft unter dem Tisch. La maison est au bord de la mer. El niño lee un libro en la cocina. O gato bebe leite"
+    " todas as manhãs.",
 )
-LENGTH = 16  # tokens of a row
+LENGTH = 32  # tokens of a row
 
 
 def agreement(
@@ -39,36 +51,46 @@ def agreement(
     lines, same = [], True
     logits, loss = (found - wanted).abs().max().item(), abs(_loss(found, ids) - _loss(wanted, ids))
     top = (found.argmax(-1) == wanted.argmax(-1)).float().mean().item()
-    if dtype == "float32":
-        same, said = logits <= LOGITS, f"logits within {LOGITS:g}"
-    else:
-        same, said = loss <= LOSS, f"loss within {LOSS:g}"
-    lines.append(
+    first = (
         f"check         merged against unmerged, {ids.numel()} tokens: logits differ by up to {logits:.2g}, loss by {loss:.2g},"
-        f" most likely token the same {100 * top:.1f} % ({said}: {'yes' if same else 'NO'})"
+        f" most likely token the same {100 * top:.1f} %"
     )
     kept_tied = LlamaConfig.from_pretrained(base).tie_word_embeddings == config.tie_word_embeddings
-    if dtype == "bfloat16" and list(weights) == [1.0] and kept_tied:  # PEFT's merge changes a tied pair together
+    if dtype == "float32":
+        same = logits <= LOGITS
+        lines.append(f"{first} (logits within {LOGITS:g}: {_word(same)})")
+    elif list(weights) == [1.0] and kept_tied:  # PEFT's own merge changes a tied pair together
         rounded = _logits(lambda: _rounded(unmerged(base, adapters, weights).merge_and_unload()), ids)
         difference = (found - rounded).abs().max().item()
-        right = difference <= LOGITS
-        same = same and right
+        same = difference <= LOGITS
+        lines.append(f"{first} (what rounding to bfloat16 costs)")
         lines.append(
             f"check         merged against PEFT's merge, rounded to bfloat16: logits differ by up to {difference:.2g}"
-            f" (within {LOGITS:g}: {'yes' if right else 'NO'})"
+            f" (within {LOGITS:g}: {_word(same)})"
         )
+    else:  # nothing has the same rounding: the base alone shows how far it goes
+        alone = [_loss(_logits(build, ids), ids) for build in (lambda: _load(base), lambda: _rounded(_load(base)))]
+        allowed = max(LOSS, 2 * abs(alone[0] - alone[1]))
+        same = loss <= allowed
+        lines.append(f"{first} (loss within {allowed:.2g}: {_word(same)})")
     for file in merged.glob("*.gguf"):
         read = _logits(lambda file=file: _load(merged, gguf_file=file.name, config=config), ids)
         difference = (read - found).abs().max().item()
-        same = same and difference <= LOGITS
+        right = difference <= LOGITS
+        same = same and right
         lines.append(
-            f"check         {file.name} read back: logits differ by up to {difference:.2g} (within {LOGITS:g})"
+            f"check         {file.name} read back: logits differ by up to {difference:.2g}"
+            f" (within {LOGITS:g}: {_word(right)})"
         )
     return "\n".join(lines), same
 
 
+def _word(right: bool) -> str:
+    return "yes" if right else "NO"
+
+
 def rows_of_tokens(folder: Path, vocabulary: int) -> Tensor:
-    """(4, 16) ids: of the texts if there is a tokenizer, else drawn."""
+    """(8, 32) ids: of the texts if there is a tokenizer, else drawn."""
     with contextlib.suppress(OSError, ValueError):
         tokenizer = AutoTokenizer.from_pretrained(folder)
         encoded = [tokenizer(text, verbose=False)["input_ids"][:LENGTH] for text in TEXTS]

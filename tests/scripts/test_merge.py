@@ -241,6 +241,17 @@ def test_several_of_different_kinds(base, tmp_path):
         torch.testing.assert_close(tensor, wanted, rtol=1e-5, atol=1e-5)
 
 
+def test_the_check_of_bfloat16_where_nothing_has_its_rounding(base, plain, tmp_path, capsys, monkeypatch):
+    arguments = ["--adapter", plain, "--weights", "0.5", "--check"]
+    assert run(*arguments, "--output", tmp_path / "right") == 0
+    whole = merging.Change.merged
+    monkeypatch.setattr(merging.Change, "merged", lambda *a, **k: whole(*a, **k) * 1.5)
+    assert run(*arguments, "--output", tmp_path / "wrong") == 1
+    found = [line for line in capsys.readouterr().out.splitlines() if "loss within" in line]
+    assert found[0].endswith(": yes)") and found[1].endswith(": NO)")
+    assert [path.name for path in tmp_path.iterdir()] == ["right"]
+
+
 def test_one_adapter_with_a_weight(base, plain, tmp_path):
     assert (
         run("--adapter", plain, "--weights", "0.5", "--output", tmp_path / "out", "--dtype", "float32", "--check") == 0
@@ -274,6 +285,7 @@ def test_the_folder_is_whole(base, plain, tmp_path, capsys):
     assert "merged" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_our_recipe_gives_one_text_from_adapter_and_merged(base, plain, tmp_path, run_recipe):
     assert run("--adapter", plain, "--output", tmp_path / "out", "--dtype", "float32") == 0
     texts = []
