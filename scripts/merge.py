@@ -169,7 +169,7 @@ def plan(options: argparse.Namespace, folder: Path, base_name: str) -> Any:
         )
     config = read_config(folder, ModelConfig(name_or_path=str(folder)))
     adapters = [
-        Adapter.of(path, weight, config, base_name)
+        Adapter.of(path, weight, config, str(folder))
         for path, weight in zip(options.adapter, options.weights, strict=True)
     ]
     job = Merge(config, Tensors(weight_files(folder)), adapters, getattr(torch, options.dtype))
