@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -107,9 +107,9 @@ class Tape(TorchDispatchMode):
     """Context manager: every op with module, source line and phase; every storage from its op to its last reference.
 
     `model` gives modules their names. No hook is set anywhere: a hook would close the gate of the in-place residual add.
-    In backward an op belongs to the module whose forward made its autograd node. `kept`: what reading a tensor's value gives
-    where there is none (fake tensors): None, an error; else the number of true entries that a boolean mask is taken to have,
-    any number less than its length also answering `all()` with no. `scratch`: bytes of an op's kernel beside its results.
+    In backward an op belongs to the module whose forward made its autograd node. `kept`: for fake tensors, which have no values:
+    rows that a boolean mask is taken to select, and `all()` of it is false; -1: `all()` is true. `scratch`: bytes that an op's
+    kernel takes beside its results.
     """
 
     def __init__(
@@ -144,6 +144,10 @@ class Tape(TorchDispatchMode):
         nn.Module.__call__ = self._call
         if self._collecting:
             gc.enable()
+
+    def enter_phase(self, phase: str) -> None:
+        """What follows is of this phase."""
+        self.phase = phase
 
     def cut(self, cause: str) -> None:
         """A graph ends here."""
@@ -189,24 +193,25 @@ class Tape(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         module, line = self._place()
-        given = {id(leaf.untyped_storage()) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
-        if self.kept is not None and func in (aten._local_scalar_dense.default, aten.is_nonzero.default):
+        given = {id(tensor.untyped_storage()) for tensor in _tensors((*args, *kwargs.values()))}
+        if self.kept is not None and func is aten._local_scalar_dense.default:
             return self._value(args[0])
         if self.kept is not None and func is aten.index.Tensor and _boolean(args[1]):
             result = self._chosen(*args)
         else:
             result = func(*args, **kwargs)
         self.ops.append(Op(str(func), module, self.phase, line))
-        for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                self._follow(leaf, given)
+        for tensor in _tensors(result if isinstance(result, tuple | list) else (result,)):
+            self._follow(tensor, given)
         if self.scratch is not None:
             self.ops[-1].scratch = self.scratch(func, args, result)
         return result
 
     def _value(self, tensor: torch.Tensor) -> Any:
         if tensor.dtype is torch.bool:
-            return False
+            return self.kept < 0
+        if self.phase == "optimizer":
+            return 1.0  # a count of steps, or a norm
         raise ValueError(f"a plan cannot know the value of a tensor ({tensor.dtype}, made at {self._place()[1]})")
 
     def _chosen(self, tensor: torch.Tensor, indices: list) -> torch.Tensor:
@@ -242,6 +247,14 @@ class Tape(TorchDispatchMode):
 
     def _end(self, key: int) -> None:
         self._alive.pop(key).died = len(self.ops)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple | list):
+            yield from _tensors(value)
 
 
 def _boolean(indices: Any) -> bool:
