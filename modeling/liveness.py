@@ -124,6 +124,7 @@ class Tape(TorchDispatchMode):
         self.visits: list[Visit] = []
         self.breaks: list[tuple[int, str]] = []  # (op, cause): a graph ends before this op
         self.phase = ""
+        self.phases: dict[str, int] = {}  # first op of each
         self.kept, self.scratch = kept, scratch
         self._names = {} if model is None else {id(module): name for name, module in model.named_modules()}
         self._stack: list[str] = []
@@ -148,6 +149,7 @@ class Tape(TorchDispatchMode):
     def enter_phase(self, phase: str) -> None:
         """What follows is of this phase."""
         self.phase = phase
+        self.phases.setdefault(phase, len(self.ops))
 
     def cut(self, cause: str) -> None:
         """A graph ends here."""

@@ -178,6 +178,8 @@ def _generation(model: nn.Module, workload: Workload, device: str, fuse: Fuse | 
     ids = torch.zeros(rows, length, dtype=torch.long, device=device)
     masked = workload.whole or workload.masked
     mask = torch.ones(rows, workload.keys, dtype=torch.bool, device=device) if masked else None
+    if workload.masked:
+        mask[0, 0] = False
     static = _weights(model) | {"KV cache": [*cache.keys, *cache.values], "inputs": [ids, *([mask] if masked else [])]}
     if fused is not None:
         static["tables"] = list(fused.tables)
@@ -199,7 +201,7 @@ def _generation(model: nn.Module, workload: Workload, device: str, fuse: Fuse | 
 
     def step(phase: Callable[[str], None]) -> None:
         cache.begin(rows)
-        with torch.no_grad(), torch.inference_mode(fused is not None):
+        with torch.inference_mode(fused is not None), torch.no_grad():
             if workload.kind == "decoding":
                 cache.empty, cache.filled = False, length - 1
                 phase("decoding")
