@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from modeling.liveness import Buffer, Tape
 
+BY_SIZE, GATHERED = "compound size", "gathered weights"
 VIEWS = ("view", "t.default", "transpose", "expand", "slice", "unsqueeze", "squeeze", "detach", "alias", "select", "split", "permute")
 
 
@@ -24,9 +25,9 @@ class Graph:
     end: int
     cause: str  # of its end
     persistent: int  # bytes that are alive while it runs, without the workspace
+    late: int  # the same where memory is given back only when host and device wait for each other
     workspace: int  # its own need, memory reused at once
     unshared: int  # the same where memory is free for reuse only `delay` ops after its last use
-    passed_on: int = 0  # of persistent: made by it or by earlier ones, not there before the step
 
 
 def cuts(tape: Tape, causes: Iterable[tuple[int, str]], compound: int | None) -> list[tuple[int, str]]:
@@ -38,7 +39,7 @@ def cuts(tape: Tape, causes: Iterable[tuple[int, str]], compound: int | None) ->
             found.append((n, wanted[n]))
             waiting = 0
         elif compound and waiting == compound:
-            found.append((n, "compound size"))
+            found.append((n, BY_SIZE))
             waiting = 0
         waiting += not _is_view(op.name)
     return [*found, (len(tape.ops), "the step ends")]
@@ -50,29 +51,37 @@ def _is_view(name: str) -> bool:
 
 def graphs(tape: Tape, ends: list[tuple[int, str]], added: Iterable[Buffer] = (), delay: int = 0) -> list[Graph]:
     """Each graph's memory. added: buffers that are on no tape (gathered weights): always persistent."""
-    places = [place for place, _ in ends]
-    count, last = len(places), len(tape.ops)
-    persistent, inside = [0] * (count + 1), [[] for _ in places]
-    for buffer in tape.buffers:
-        first, final = _graph(places, buffer.born), count - 1
+    places, last = [place for place, _ in ends], len(tape.ops)
+    waits = _waits([cause for _, cause in ends])
+    inside: list[list[Buffer]] = [[] for _ in places]
+    soon, late = [0] * (len(places) + 1), [0] * (len(places) + 1)
+    for buffer in (*tape.buffers, *added):
+        first, final = _graph(places, buffer.born), len(places) - 1
         if buffer.died is not None:
             final = _graph(places, max(buffer.born, min(buffer.died, last) - 1))
-        if first == final and buffer.died is not None:
+        if first == final and buffer.died is not None and buffer.kind != GATHERED:
             inside[first].append(buffer)
-        else:
-            persistent[first] += buffer.size
-            persistent[final + 1] -= buffer.size
-    for buffer in added:
-        persistent[_graph(places, buffer.born)] += buffer.size
-        persistent[_graph(places, buffer.died - 1) + 1] -= buffer.size
-    result, alive, begin = [], 0, 0
+            continue
+        for change, end in ((soon, final), (late, waits[final])):
+            change[first] += buffer.size
+            change[end + 1] -= buffer.size
+    result, alive, held, begin = [], 0, 0, 0
     for n, (end, cause) in enumerate(ends):
-        alive += persistent[n]
+        alive, held = alive + soon[n], held + late[n]
         scratch = [(op, tape.ops[op].scratch) for op in range(begin, end) if tape.ops[op].scratch]
         near, far = (_peak(inside[n], scratch, end, wait) for wait in (0, delay))
-        result.append(Graph(begin, end, cause, alive, near, far, alive))
+        result.append(Graph(begin, end, cause, alive, held, near, far))
         begin = end
     return result
+
+
+def _waits(causes: list[str]) -> list[int]:
+    """For each graph, the next one that ends where host and device meet: all but those cut by size."""
+    found, meeting = [0] * len(causes), len(causes) - 1
+    for n in range(len(causes) - 1, -1, -1):
+        meeting = n if causes[n] != BY_SIZE else meeting
+        found[n] = meeting
+    return found
 
 
 def _graph(places: list[int], op: int) -> int:
@@ -95,13 +104,14 @@ def _peak(buffers: list[Buffer], scratch: list[tuple[int, int]], end: int, wait:
     return peak
 
 
-def lazy_peak(found: list[Graph], unshared: bool = False) -> tuple[int, int, int]:
+def lazy_peak(found: list[Graph], late: bool = False) -> tuple[int, int, int]:
     """(peak, index of its graph, workspace at the end): persistent memory and a workspace that only grows."""
     workspace, best, where = 0, -1, 0
     for n, graph in enumerate(found):
-        workspace = max(workspace, graph.unshared if unshared else graph.workspace)
-        if graph.persistent + workspace > best:
-            best, where = graph.persistent + workspace, n
+        workspace = max(workspace, graph.unshared if late else graph.workspace)
+        persistent = graph.late if late else graph.persistent
+        if persistent + workspace > best:
+            best, where = persistent + workspace, n
     return best, where, workspace
 
 
@@ -131,7 +141,7 @@ def gathers(tape: Tape, parameters: dict[str, tuple[int, int, bool]], zero: Zero
         numbers, size, _ = parameters[name]
         if (buffer := held.get(name)) is None:
             start = _ahead(uses, n, parameters, held, zero)
-            buffer = held[name] = Buffer(size, start, end, "all_gather", name, "", phase, (numbers,), "", "gathered weights")
+            buffer = held[name] = Buffer(size, start, end, "all_gather", name, "", phase, (numbers,), "", GATHERED)
             found.append(buffer)
         buffer.died = end
         if (again := _used_again(uses, n, parameters, zero.reuse)) is None:
@@ -191,4 +201,4 @@ def with_added(tape: Tape, added: Iterable[Buffer]) -> list[int]:
     return curve
 
 
-__all__ = ["Graph", "Zero3", "cuts", "gather_breaks", "gathers", "graphs", "lazy_peak", "replace", "with_added"]
+__all__ = ["Graph", "Zero3", "cuts", "gather_breaks", "gathers", "graphs", "lazy_peak", "with_added"]

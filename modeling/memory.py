@@ -80,7 +80,7 @@ class Setting:
     offload_weights: bool = False
     compound: int | None = None  # ops after which a lazy graph is cut (PT_HPU_MAX_COMPOUND_OP_SIZE)
     lazy_collectives: bool = False  # collectives are part of lazy graphs
-    delay: int = 10  # ops until freed memory inside a graph is used again, in the high figure
+    delay: int = 2  # ops until freed memory inside a graph is used again, in the high figure: two engines overlap
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Plan:
     top: list[Live]
     eager: int  # static and peak: what op-by-op execution needs, and no execution less
     nominal: int  # lazy: persistent and workspace, memory inside a graph reused at once; else as eager
-    high: int  # lazy: memory inside a graph free for reuse `delay` ops late; else as eager
+    high: int  # lazy: memory given back late, see Setting.delay and lazy_memory.Graph.late; else as eager
     end: int  # held after the step
     where: str  # op, module and line of the peak
     graph: GraphUse | None
@@ -208,7 +208,7 @@ def _figures(build: Build, workload: Workload, setting: Setting, layers: int, fu
         base = sum(static.values())
         peak, where, held = lazy_peak(found)
         cause = found[where].cause
-        numbers |= {"nominal": base + peak, "high": base + lazy_peak(found, unshared=True)[0], "end": base + held + _left(tape)}
+        numbers |= {"nominal": base + peak, "high": base + lazy_peak(found, late=True)[0], "end": base + held + _left(tape)}
         numbers |= {"persistent": base + found[where].persistent, "workspace": peak - found[where].persistent}
         numbers["graphs"] = len(found)
     alive = [b for b in (*tape.buffers, *added) if b.born <= place and (b.died is None or b.died > place)]
@@ -328,7 +328,7 @@ def _assumptions(workload: Workload, setting: Setting, layers: int, traced: list
     if setting.device == "cuda":
         said["kernel scratch"] = "none: a CUDA library's workspaces and the caching allocator's fragments are not in it"
     if setting.device == "hpu":
-        said["kernel scratch"] = "attention's backward without recompute: one more matrix of weights (B, N, S, T)"
+        said["kernel scratch"] = "attention's backward without recompute: two more matrices of weights (B, N, S, T)"
     if setting.zero_stage == 3:
         z = setting.zero3
         said["ZeRO-3"] = (
@@ -339,5 +339,8 @@ def _assumptions(workload: Workload, setting: Setting, layers: int, traced: list
         size = f", and every {setting.compound} ops" if setting.compound else ""
         inside = "inside graphs" if setting.lazy_collectives else "cut graphs"
         said["lazy graphs"] = f"cut at mark_step and gathers{size}; collectives {inside}"
-        said["reuse in a graph"] = f"nominal: at once; high: {setting.delay} ops after the last use; low: no graphs"
+        said["reuse"] = (
+            f"nominal: at once; high: {setting.delay} ops after the last use, and between graphs only where host and device meet;"
+            " low: no graphs"
+        )
     return said

@@ -59,10 +59,10 @@ norm_forward, like = _op("rms_norm", _norm_forward), _op("rotate", _like)
 
 
 def scratch(func: Any, args: tuple, result: Any) -> int:
-    """Bytes that a kernel takes and gives back: without recompute, attention's backward makes the gradient of the weights
-    beside the weights, since softmax's backward reads both."""
+    """Bytes that a kernel takes and gives back: without recompute, attention's backward makes the gradients of the weights and of
+    the scores beside the weights, as the bridge's own reference of it does (its tests of sdpa_bwd)."""
     if func is torch.ops.stand_in.sdpa_backward.default and args[3] is not None:
-        return args[3].nbytes
+        return 2 * args[3].nbytes
     return 0
 
 
