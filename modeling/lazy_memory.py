@@ -126,19 +126,33 @@ class Zero3:
     reuse: int = 1_000_000_000  # a weight that is used again within so many stays
     prefetch: int = 50_000_000  # gathered ahead
     live: int = 1_000_000_000  # nothing is gathered ahead beyond so many
+    leaves: tuple[str, ...] = ()  # classes of modules that are gathered whole
 
 
-def gathers(tape: Tape, parameters: dict[str, tuple[int, int, bool]], zero: Zero3) -> list[Buffer]:
-    """The whole weights of a step, each from its gathering to its release, as DeepSpeed's coordinator decides.
+def units(parameters: dict[str, list[tuple[int, int, bool]]], classes: dict[str, str], zero: Zero3) -> dict[str, tuple[int, int]]:
+    """(numbers, bytes) that are gathered together, by module."""
+    found: dict[str, tuple[int, int]] = {}
+    whole = [name for name, kind in classes.items() if kind in zero.leaves]
+    for name, own in parameters.items():
+        around = next((leaf for leaf in whole if name == leaf or name.startswith(f"{leaf}.")), name)
+        large = [(numbers, size) for numbers, size, _ in own if numbers > zero.persistence]
+        if large:
+            numbers, size = found.get(around, (0, 0))
+            found[around] = numbers + sum(n for n, _ in large), size + sum(s for _, s in large)
+    return found
+
+
+def gathers(tape: Tape, parameters: dict[str, tuple[int, int]], zero: Zero3) -> list[Buffer]:
+    """parameters: of `units`. The whole weights of a step, each from its gathering to its release, as DeepSpeed's coordinator decides.
 
     A use is a module's forward, its repetition under a checkpoint, or its part of backward. Released after a use, unless the
     next one comes before `reuse` further parameters are used. While one is used, the next up to `prefetch` are gathered.
     """
-    uses = _uses(tape, {name: own for name, own in parameters.items() if own[0] > zero.persistence})
+    uses = _uses(tape, parameters)
     found: list[Buffer] = []
     held: dict[str, Buffer] = {}
     for n, (begin, end, name, phase) in enumerate(uses):
-        numbers, size, _ = parameters[name]
+        numbers, size = parameters[name]
         if (buffer := held.get(name)) is None:
             start = _ahead(uses, n, parameters, held, zero)
             buffer = held[name] = Buffer(size, start, end, "all_gather", name, "", phase, (numbers,), "", GATHERED)
@@ -151,19 +165,26 @@ def gathers(tape: Tape, parameters: dict[str, tuple[int, int, bool]], zero: Zero
     return found
 
 
-def _uses(tape: Tape, cut_up: dict[str, tuple[int, int, bool]]) -> list[tuple[int, int, str, str]]:
+def _uses(tape: Tape, cut_up: dict[str, tuple[int, int]]) -> list[tuple[int, int, str, str]]:
     """(begin, end, module, phase) of each use of a weight that is cut, in order."""
     uses = [(v.begin, max(v.end, v.begin + 1), v.module, v.phase) for v in tape.visits if v.module in cut_up]
     inside = [(v.begin, v.end) for v in tape.visits if v.module in cut_up]
     forward = {op for begin, end in inside for op in range(begin, end)}
     current: dict[str, list[int]] = {}
     for n, op in enumerate(tape.ops):
-        if op.phase == "backward" and op.module in cut_up and n not in forward:
-            span = current.setdefault(op.module, [n, n + 1])
+        if op.phase == "backward" and n not in forward and (owner := _owner(op.module, cut_up)):
+            span = current.setdefault(owner, [n, n + 1])
             span[1] = n + 1
     # one backward of each module in a step: its span is whole
     uses += [(span[0], span[1], name, "backward") for name, span in current.items()]
     return sorted(uses)
+
+
+def _owner(module: str, cut_up: dict) -> str:
+    # the module itself, or the one around it that is gathered whole
+    while module and module not in cut_up:
+        module = module.rpartition(".")[0]
+    return module
 
 
 def _used_again(uses: list, n: int, parameters: dict, reuse: int) -> int | None:
@@ -201,4 +222,4 @@ def with_added(tape: Tape, added: Iterable[Buffer]) -> list[int]:
     return curve
 
 
-__all__ = ["Graph", "Zero3", "cuts", "gather_breaks", "gathers", "graphs", "lazy_peak", "with_added"]
+__all__ = ["Graph", "Zero3", "cuts", "gather_breaks", "gathers", "graphs", "lazy_peak", "units", "with_added"]

@@ -17,7 +17,7 @@ import torch
 from transformers import LlamaConfig
 
 from modeling import stand_ins
-from modeling.lazy_memory import Zero3, cuts, gather_breaks, gathers, graphs, lazy_peak, with_added
+from modeling.lazy_memory import Zero3, cuts, gather_breaks, gathers, graphs, lazy_peak, units, with_added
 from modeling.liveness import Buffer, Tape, aten
 from modeling.rehearsal import Build, Fuse, Rehearsal, Workload, rehearse
 
@@ -194,7 +194,7 @@ def _figures(build: Build, workload: Workload, setting: Setting, layers: int, fu
         build, workload, layers, scratch_of(setting.device), reads_values=setting.device != "hpu", fuse=fuse, zero3=whole
     )
     tape = run.tape
-    added = gathers(tape, run.parameters, setting.zero3) if whole else []
+    added = gathers(tape, units(run.parameters, run.classes, setting.zero3), setting.zero3) if whole else []
     curve = with_added(tape, added)
     static = _static(run, workload, setting)
     place = max(range(len(curve)), key=curve.__getitem__)
@@ -225,7 +225,8 @@ def _left(tape: Tape) -> int:
 def _static(run: Rehearsal, workload: Workload, setting: Setting) -> dict[str, int]:
     static, stage, ranks = dict(run.static), setting.zero_stage, setting.ranks
     training = workload.kind == "training"
-    trained = [(numbers, size) for numbers, size, wanted in run.parameters.values() if wanted]
+    every = [own for module in run.parameters.values() for own in module]
+    trained = [(numbers, size) for numbers, size, wanted in every if wanted]
     adapter, adapter_bytes = sum(numbers for numbers, _ in trained), sum(size for _, size in trained)
     if stage is not None and training:
         copy = MOMENTS if stage == 0 and adapter_bytes == 4 * adapter else MASTER_AND_MOMENTS
@@ -236,11 +237,11 @@ def _static(run: Rehearsal, workload: Workload, setting: Setting) -> dict[str, i
         static.pop("optimizer", None)
     if stage == 3:
         # Cut over the ranks; what is small stays whole beside its part
-        sizes = [(numbers, size, wanted) for numbers, size, wanted in run.parameters.values()]
-        small = {wanted: sum(s for n, s, w in sizes if w == wanted and n <= setting.zero3.persistence) for wanted in (False, True)}
+        limit = setting.zero3.persistence
+        small = {wanted: sum(s for n, s, w in every if w == wanted and n <= limit) for wanted in (False, True)}
         for term, wanted in (("weights", False), ("adapter", True)):
             if term in static:
-                part = 0 if setting.offload_weights else sum(_share(s, ranks) for _, s, w in sizes if w == wanted)
+                part = 0 if setting.offload_weights else sum(_share(s, ranks) for _, s, w in every if w == wanted)
                 static[term] = part + small[wanted]
     return {term: size for term, size in static.items() if size}
 

@@ -229,7 +229,8 @@ class Rehearsal:
 
     tape: Tape
     static: dict[str, int]  # bytes by term
-    parameters: dict[str, tuple[int, int, bool]]  # by module: numbers, bytes, trained; of its own, not of its parts
+    parameters: dict[str, list[tuple[int, int, bool]]]  # (numbers, bytes, trained) of each module's own; a shared one once
+    classes: dict[str, str]  # of each module
 
 
 def rehearse(
@@ -268,12 +269,13 @@ def rehearse(
         with in_place_of_zero3() if zero3 else nullcontext(), tape[0]:
             stage.step(phase)
         static = {term: _bytes(tensors) for term, tensors in stage.static.items()}
-    parameters = {
-        name: (sum(p.numel() for p in own), sum(p.nbytes for p in own), any(p.requires_grad for p in own))
-        for name, module in model.named_modules()
-        if (own := [p for p in module._parameters.values() if p is not None])
-    }
-    return Rehearsal(tape[0], {term: size for term, size in static.items() if size}, parameters)
+    parameters, seen = {}, set()
+    for name, module in model.named_modules():
+        own = [p for p in module._parameters.values() if p is not None and id(p) not in seen]
+        seen.update(map(id, own))
+        parameters[name] = [(p.numel(), p.nbytes, p.requires_grad) for p in own]
+    classes = {name: type(module).__name__ for name, module in model.named_modules()}
+    return Rehearsal(tape[0], {term: size for term, size in static.items() if size}, parameters, classes)
 
 
 def _as_fake(model: nn.Module) -> None:
