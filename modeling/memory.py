@@ -23,7 +23,7 @@ from modeling.rehearsal import Build, Fuse, Rehearsal, Workload, rehearse
 
 MASTER_AND_MOMENTS = 12  # float32 copy, first and second moment of Adam
 MOMENTS = 8  # Adam on float32 parameters needs no copy
-DEPTHS = (4, 8)  # layers that are traced of a deeper model; a step's memory is linear beyond (tests/modeling/test_plan.py)
+DEPTHS = (2, 4)  # layers that are traced of a deeper model; a step's memory is linear beyond (tests/modeling/test_plan.py)
 FRACTION = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
