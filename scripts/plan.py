@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> None:
         other = compose_here(as_plan([*options.overrides, *options.compare], root), root)
         return print(comparison(memory_plan.main_plan(cfg), memory_plan.main_plan(other), " ".join(options.compare)))
     found = memory_plan.plans(cfg)
-    extra = {} if options.quick else variations(cfg, card_of(cfg, options.card), quiet=options.json)
+    extra = {} if options.quick else variations(cfg, card_of(cfg, options.card), found, quiet=options.json)
     if options.json:
         plain = {"plans": {name: made.as_dict() for name, made in found.items()}, **extra}
         plain["cards"] = {card: next(iter(found.values())).verdict(size) for card, size in memory_plan.capacities().items()}
@@ -88,33 +88,32 @@ def card_of(cfg: LoraRecipe, asked: str | None) -> str:
     return asked or memory_plan.KIND_CARDS.get(memory_plan.device_kind(cfg), memory_plan.HERE)
 
 
-def variations(cfg: LoraRecipe, card: str, quiet: bool) -> dict[str, Any]:
-    """What each option changes (bytes of the nominal figure), and the largest rows and tokens on `card`; on two processes."""
+def variations(cfg: LoraRecipe, card: str, found: dict[str, Any], quiet: bool) -> dict[str, Any]:
+    """found: the plans of `cfg`. What each option changes (bytes of the nominal figure), and the largest rows and tokens on `card`; on two processes."""
     room = memory_plan.capacity(card)
     jobs: list[tuple[str, Callable[..., Any], tuple]] = [
         ("largest rows", memory_plan.largest_rows, (cfg, room)),
         ("largest length", memory_plan.largest_length, (cfg, room)),
     ]
-    jobs += [(name, _nominal, (other,)) for name, other in memory_plan.options(cfg)]
+    kind, made = next(iter(found.items()))
+    jobs += [(name, _nominal, (other, kind)) for name, other in memory_plan.options(cfg)]
     results: dict[str, Any] = {}
     workers = min(2, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        here = pool.submit(_nominal, cfg)
         waiting = [(name, pool.submit(function, *given)) for name, function, given in jobs]
         for name, job in tqdm(waiting, desc="options", unit="plan", disable=quiet or not sys.stderr.isatty()):
             results[name] = job.result()
-        base = here.result()
     rows, length = results.pop("largest rows"), results.pop("largest length")
-    changes = {name: value if isinstance(value, str) else value - base for name, value in results.items()}
+    changes = {name: value if isinstance(value, str) else value - made.nominal for name, value in results.items()}
     return {
         "options": changes,
         "largest": {"card": card, "rows": [rows.value, rows.bound], "length": [length.value, length.bound]},
     }
 
 
-def _nominal(cfg: LoraRecipe) -> int | str:
+def _nominal(cfg: LoraRecipe, kind: str) -> int | str:
     try:
-        return memory_plan.main_plan(cfg).nominal
+        return memory_plan.main_plan(cfg, kind).nominal
     except InputError as error:
         return str(error)
 

@@ -46,8 +46,9 @@ class Request:
     fuse: Fuse | None
 
 
-def plans(cfg: LoraRecipe) -> dict[str, Plan]:
-    """A plan of each kind of step of the run, the one that needs most first. Raises InputError for what cannot be built."""
+def plans(cfg: LoraRecipe, only: str | None = None) -> dict[str, Plan]:
+    """A plan of each kind of step of the run (or of one), the one that needs most first. Raises InputError for what cannot be
+    built."""
     from modeling.memory import plan
 
     try:
@@ -55,15 +56,16 @@ def plans(cfg: LoraRecipe) -> dict[str, Plan]:
         found = {
             name: plan(wanted.build, workload, wanted.setting, wanted.layers, wanted.fuse)
             for name, workload in wanted.workloads.items()
+            if only in (None, name)
         }
     except ValueError as error:
         raise error if isinstance(error, InputError) else InputError(f"no plan: {error}") from error
     return dict(sorted(found.items(), key=lambda item: -item[1].nominal))
 
 
-def main_plan(cfg: LoraRecipe) -> Plan:
-    """The plan of the step that needs most."""
-    return next(iter(plans(cfg).values()))
+def main_plan(cfg: LoraRecipe, only: str | None = None) -> Plan:
+    """The plan of the step that needs most, or of one kind of step."""
+    return next(iter(plans(cfg, only).values()))
 
 
 def request(cfg: LoraRecipe) -> Request:
@@ -347,21 +349,24 @@ def _offload(cfg: LoraRecipe, part: str) -> None:
 
 @dataclass(frozen=True)
 class Largest:
-    """Rows, or tokens, up to which a plan's high figure stays within the card; None: not even the least, or no bound below
-    what was looked at."""
+    """Rows, or tokens, up to which a plan's high figure stays within the card."""
 
-    value: int | None
+    value: int | None  # None: not even the least
     bound: str = ""  # why it ends there, where it is not the card
 
 
 def largest_rows(cfg: LoraRecipe, room: float) -> Largest:
-    """Rows of a batch that fit into `room` bytes. Memory is linear in them: two plans and a check."""
+    """Rows of a batch that fit into `room` bytes."""
     field = ("generate", "batch_size") if isinstance(cfg, GenerateRecipe) else ("train", "per_device_train_batch_size")
-    return _largest(cfg, room, lambda other, n: setattr(getattr(other, field[0]), field[1], n), 1, MOST_ROWS, 1)
+    given = getattr(getattr(cfg, field[0]), field[1])
+    given = given if isinstance(given, int) else 1
+    return _largest(cfg, room, lambda other, n: setattr(getattr(other, field[0]), field[1], n), given, MOST_ROWS, 1)
 
 
 def largest_length(cfg: LoraRecipe, room: float) -> Largest:
     """Tokens of a row (of a prompt) that fit, in steps of 128."""
+    from recipes.pipeline import generation_plan
+
     limit = shape_of(cfg).max_position_embeddings
     if isinstance(cfg, GenerateRecipe):
         limit -= cfg.generate.max_new_tokens
@@ -374,40 +379,48 @@ def largest_length(cfg: LoraRecipe, room: float) -> Largest:
         def change(other: LoraRecipe, n: int) -> None:
             other.data.max_seq_length = n
 
-    return _largest(cfg, room, change, min(128, limit), limit, 128)
+    given = generation_plan.longest_prompt(cfg, False) if isinstance(cfg, GenerateRecipe) else cfg.data.max_seq_length
+    return _largest(cfg, room, change, given, limit, 128)
 
 
 def _largest(
-    cfg: LoraRecipe, room: float, change: Callable[[LoraRecipe, int], None], least: int, most: int, step: int
+    cfg: LoraRecipe, room: float, change: Callable[[LoraRecipe, int], None], given: int, most: int, step: int
 ) -> Largest:
+    name = next(iter(plans(cfg)))  # of the run's steps the one that decides
     seen: dict[int, int] = {}
 
-    def need(n: int) -> int:
-        if n not in seen:
+    def fits(places: int) -> bool:
+        if places not in seen:
             other = copy.deepcopy(cfg)
-            change(other, n)
-            seen[n] = main_plan(other).high
-        return seen[n]
+            change(other, places * step)
+            seen[places] = plans(other, name)[name].high
+        return seen[places] <= room
 
-    if need(least) > room:
-        return Largest(None)
-    low, high = least, None  # low fits, high does not
-    while high is None or high - low > step:
-        if high is None:
-            if low == most:
-                return Largest(most, "the most that was looked at" if step == 1 else "the model's positions")
-            guess = min(most, low * 8)
-        else:
-            # where a straight line between the two meets the room, kept inside them
-            share = (room - need(low)) / (need(high) - need(low))
-            guess = low + max(step, min(int((high - low) * share) // step * step, (high - low - 1) // step * step))
-            if guess + step < high and need(guess) <= room:  # the line bends: also look just above
-                low, guess = guess, guess + step
-        if need(guess) <= room:
+    last = most // step
+    low, high = 0, last + 1  # in steps: low fits, high does not
+    guess = min(max(1, given // step), last)
+    while high - low > 1:
+        if fits(guess):
             low = guess
         else:
             high = guess
-    return Largest(low)
+        guess = min(max(_meets(seen, room, guess), low + 1), high - 1)
+    if low == 0:
+        return Largest(None)
+    bound = "the most that was looked at" if step == 1 else "the model's positions"
+    return Largest(low * step, bound if low == last else "")
+
+
+def _meets(seen: dict[int, int], room: float, near: int) -> int:
+    """Where memory meets the room, by the parabola (or line) through the places seen that are nearest to it."""
+    import numpy as np
+
+    places = sorted(seen, key=lambda place: abs(seen[place] - room))[:3]
+    if len(places) == 1:
+        return near // 2 if seen[near] > room else 2 * near
+    curve = np.polynomial.Polynomial.fit(places, [seen[place] - room for place in places], len(places) - 1)
+    roots = [float(root.real) for root in curve.roots() if abs(root.imag) < 1e-9]
+    return int(min(roots, key=lambda root: abs(root - places[0]))) if roots else (min(places) + max(places)) // 2
 
 
 # Text
