@@ -106,8 +106,9 @@ class Generator:
             self._make_room(waiting)
             spent = False
             try:
-                # Fused decoding leaves nothing behind that a later forward with gradients could meet
-                with torch.no_grad(), torch.inference_mode(self.decoder.fused is not None):
+                # Fused decoding leaves nothing behind that a later forward with gradients could meet. In this order:
+                # inference_mode(False) turns gradients on, and with them the in-place add off
+                with torch.inference_mode(self.decoder.fused is not None), torch.no_grad():
                     done.update(self._decode(waiting[0]))
             except RuntimeError as error:
                 spent = self._may_halve(error)

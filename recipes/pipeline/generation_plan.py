@@ -1,11 +1,9 @@
-"""What a generation run needs, foretold: prompts, batches, and memory from first principles."""
+"""What a generation run is going to do, foretold: prompts and batches."""
 
 from __future__ import annotations
 
-from recipes.pipeline.config import Dtype, GenerateRecipe
-from recipes.pipeline.preflight import shape_of, terms_as_lines
+from recipes.pipeline.config import GenerateRecipe
 
-SIZES = {Dtype.float32: 4, Dtype.bfloat16: 2}
 ASSUMED = 512  # tokens of a prompt where nothing bounds them
 
 
@@ -43,31 +41,3 @@ def batch_lines(cfg: GenerateRecipe, ranks: int, lazy: bool) -> list[str]:
         f"batch         {rows} x {groups} group(s) of ranks{shared}; up to {longest_prompt(cfg, lazy):,} + {options.max_new_tokens} tokens",
         f"tokens        {said}, repetition penalty {options.repetition_penalty:g}",
     ]
-
-
-def memory_lines(cfg: GenerateRecipe, ranks: int, kind: str, lazy: bool) -> list[str]:
-    """The memory plan; for batch_size=auto of one row, and what a further row costs."""
-    from recipes.pipeline.room import generation_terms
-
-    config = shape_of(cfg)
-    if config is None:
-        return ["memory        unknown: the model is not on this machine and model.shape is empty"]
-    options = cfg.generate
-    stage = (cfg.deepspeed.get("zero_optimization") or {}).get("stage")
-    rows = 1 if options.batch_size == "auto" else int(options.batch_size)
-    prompt = longest_prompt(cfg, lazy)
-    terms = generation_terms(
-        config,
-        rows,
-        prompt,
-        options.max_new_tokens,
-        SIZES[cfg.model.dtype],
-        shared=options.tensor_parallel,
-        cut=ranks if stage == 3 else 1,
-        chunk=options.prefill_chunk,
-    )
-    lines = terms_as_lines(terms, kind)
-    if options.batch_size == "auto":
-        each = sum(v for k, v in terms.items() if not k.startswith("weights"))
-        lines.append(f"              one row; each further one adds {each / 1024**2:,.1f} MiB")
-    return lines

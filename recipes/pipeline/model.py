@@ -4,6 +4,7 @@ and adapters come last, so that ZeRO-3 has already cut the frozen weights."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,8 +53,10 @@ def build_model(cfg: LoraRecipe, tokenizer: PreTrainedTokenizerBase, runtime: Ru
     return add_adapter(model, cfg)
 
 
-def build_execution(options: RuntimeConfig, runtime: Runtime) -> Execution:
-    """Modes and kernels of this run: what is null or auto in conf follows the device."""
+def build_execution(
+    options: RuntimeConfig, runtime: Runtime, mark_step: Callable[[], None] | None = None
+) -> Execution:
+    """Modes and kernels of this run: what is null or auto in conf follows the device. mark_step: in the device's place."""
     on_card = runtime.kind == "hpu"
     attention, ops = options.attention, options.ops
     if attention is Attention.auto:
@@ -66,7 +69,7 @@ def build_execution(options: RuntimeConfig, runtime: Runtime) -> Execution:
         )
     wanted = runtime.lazy if options.mark_step is None else options.mark_step
     return Execution(
-        mark_step=mark_step_for(runtime.kind, runtime.lazy) if wanted else None,
+        mark_step=(mark_step or mark_step_for(runtime.kind, runtime.lazy)) if wanted and runtime.lazy else None,
         in_place_residual=options.in_place_residual,
         layers_per_mark_step=options.layers_per_mark_step,
         attention=attention.name,

@@ -9,13 +9,12 @@ import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.pipeline.config import Dtype, GenerateRecipe, InputError, LoraRecipe
-from recipes.pipeline.runtime import GIB, cards, environment, hpu_cards, hpu_installed
+from recipes.pipeline.config import GenerateRecipe, InputError, LoraRecipe
+from recipes.pipeline.runtime import cards, environment, hpu_cards, hpu_installed
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
-CARD_MEMORY = {"hpu": ("Gaudi2", 94.62), "cuda": ("an 80 GB CUDA card", 79.1)}  # GiB that software can use
 EXTENSIONS = (".json", ".jsonl", ".csv", ".parquet")
 
 
@@ -123,7 +122,7 @@ def plan(cfg: LoraRecipe) -> str:
         *(generation_plan.batch_lines(cfg, ranks, lazy) if generating else _batch_lines(cfg, ranks)),
         f"environment   {shlex.join(f'{name}={value}' for name, value in variables.items()) or 'nothing to set'}",
         f"command       {launch_command(cfg, [])}",
-        *(generation_plan.memory_lines(cfg, ranks, kind, lazy) if generating else _memory_lines(cfg, ranks, kind)),
+        *_memory_lines(cfg),
     ]
     if generating:
         lines[1] = f"prompts       {generation_plan.source(cfg)}"
@@ -159,50 +158,18 @@ def _count_records(path: Path) -> int | None:
         return None
 
 
-def _memory_lines(cfg: LoraRecipe, ranks: int, kind: str) -> list[str]:
+def _memory_lines(cfg: LoraRecipe) -> list[str]:
     from modeling import memory
+    from recipes.pipeline import memory_plan
 
     config = shape_of(cfg)
     if config is None:
         return ["memory        unknown: the model is not on this machine and model.shape is empty"]
-    zero = (cfg.deepspeed.get("zero_optimization") or {}).get("stage") if cfg.deepspeed else None
-    size = {Dtype.float32: 4, Dtype.bfloat16: 2}
-    adapter_size = size[cfg.adapter.dtype] if cfg.adapter.dtype else 4
-    if cfg.deepspeed and cfg.model.dtype is Dtype.bfloat16:
-        adapter_size = 2  # DeepSpeed casts the whole module
     trained = 0
-    if cfg.adapter.kind.name == "lora" and cfg.train.do_train:
+    if cfg.adapter.kind.name == "lora" and cfg.train.do_train and not isinstance(cfg, GenerateRecipe):
         trained = memory.lora_parameters(config, cfg.adapter.r, cfg.adapter.target_modules)
-    terms = memory.training_terms(
-        config,
-        memory.TrainingShape(
-            rows=cfg.train.per_device_train_batch_size,
-            length=cfg.data.max_seq_length,
-            weight_bytes=size[cfg.model.dtype],
-            adapter_bytes=adapter_size,
-            adapter_parameters=trained,
-            ranks=ranks,
-            zero_stage=zero,
-            checkpointing=cfg.train.gradient_checkpointing,
-            loss_chunk=cfg.runtime.loss_chunk,
-        ),
-    )
     first = f"parameters    {memory.model_parameters(config):,}, of which the adapter adds and trains {trained:,}"
-    return [first, *terms_as_lines(terms, kind)]
-
-
-def terms_as_lines(terms: dict[str, int], kind: str) -> list[str]:
-    """A plan's terms (bytes), their sum, and what a card of this kind leaves beside it."""
-    total = sum(terms.values())
-    lines = [
-        f"memory        {total / GIB:.1f} GiB a rank at the least, from first principles (no kernel scratch, no fragments):",
-        *[f"              {value / GIB:8.2f} GiB  {name}" for name, value in terms.items() if value],
-    ]
-    if kind in CARD_MEMORY:
-        name, capacity = CARD_MEMORY[kind]
-        verdict = "leaves" if total < capacity * GIB else "exceeds it by"
-        lines.append(f"              of {capacity} GiB on {name}: {verdict} {abs(capacity - total / GIB):.1f} GiB")
-    return lines
+    return [first, *memory_plan.lines(cfg)]
 
 
 def shape_of(cfg: LoraRecipe) -> LlamaConfig | None:

@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from modeling.memory import layer_parameters, model_parameters
-
 if TYPE_CHECKING:
     from transformers import LlamaConfig
 
@@ -28,26 +26,6 @@ def row_bytes(config: LlamaConfig, prompt: int, new: int, size: int, chunk: int 
         "activations of a layer": together * widest * size,
         "scores of the next token": 2 * config.vocab_size * 4,
     }
-
-
-def generation_terms(
-    config: LlamaConfig, rows: int, prompt: int, new: int, size: int, shared: int = 1, cut: int = 1, chunk: int = 0
-) -> dict[str, int]:
-    """Bytes a card holds at the peak of generation, by term. shared: ranks of tensor parallelism; cut: of ZeRO-3."""
-    weights = model_parameters(config) * size
-    layer = layer_parameters(config) * size
-    table = config.vocab_size * config.hidden_size * size
-    terms = {
-        "weights": weights // (shared * cut),
-        "weights gathered for use": max(2 * layer, table) if cut > 1 else 0,
-    }
-    for name, value in row_bytes(config, prompt, new, size, chunk).items():
-        split = shared if name == "keys and values" else 1
-        terms[name] = rows * value // split
-    hidden = min(prompt, chunk) if chunk else prompt
-    inner = 2 * config.intermediate_size * (shared - 1) // shared  # gate and up are cut over the ranks
-    terms["activations of a layer"] -= rows * hidden * inner * size
-    return terms
 
 
 def free_bytes(kind: str) -> int:

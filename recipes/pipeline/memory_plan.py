@@ -1,0 +1,448 @@
+"""A configuration -> the plan of its memory on one card, by modeling/memory.py. Loads no weights and needs no card."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from recipes.pipeline.config import (
+    AdapterKind,
+    Attention,
+    Batching,
+    Dtype,
+    GenerateRecipe,
+    Implementation,
+    InputError,
+    LoraRecipe,
+)
+from recipes.pipeline.preflight import shape_of
+from recipes.pipeline.runtime import GIB, Runtime, cards, hpu_cards, hpu_installed, lazy_mode
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from modeling.memory import Plan, Setting
+    from modeling.rehearsal import Build, Cut, Fuse, Workload
+
+# GiB that software can use: Gaudi2's was read on a card; Gaudi3's is its 128 GB by the same share; CUDA's as torch reports them
+CARDS = {"Gaudi2": 94.62, "Gaudi3": 126.2, "H100": 79.1, "H200": 139.8}
+KIND_CARDS = {"hpu": "Gaudi2", "cuda": "H100"}
+HERE = "this machine"
+MOST_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that a plan is made of."""
+
+    build: Build
+    workloads: dict[str, Workload]  # the steps of a run, by name
+    setting: Setting
+    layers: int
+    fuse: Fuse | None
+
+
+def plans(cfg: LoraRecipe, only: str | None = None) -> dict[str, Plan]:
+    """A plan of each kind of step of the run (or of one), the one that needs most first. Raises InputError for what cannot be
+    built."""
+    from modeling.memory import plan
+
+    try:
+        wanted = request(cfg)
+        found = {
+            name: plan(wanted.build, workload, wanted.setting, wanted.layers, wanted.fuse)
+            for name, workload in wanted.workloads.items()
+            if only in (None, name)
+        }
+    except ValueError as error:
+        raise error if isinstance(error, InputError) else InputError(f"no plan: {error}") from error
+    return dict(sorted(found.items(), key=lambda item: -item[1].nominal))
+
+
+def main_plan(cfg: LoraRecipe, only: str | None = None) -> Plan:
+    """The plan of the step that needs most, or of one kind of step."""
+    return next(iter(plans(cfg, only).values()))
+
+
+def request(cfg: LoraRecipe) -> Request:
+    """What is to be planned for `cfg`, on the kind of device that it asks for."""
+    from modeling.memory import Setting
+
+    config = shape_of(cfg)
+    if config is None:
+        raise InputError(
+            f"model.name_or_path={cfg.model.name_or_path} is not on this machine and model.shape is empty;"
+            " give its sizes in model.shape"
+        )
+    kind = device_kind(cfg)
+    runtime = Runtime(kind, lazy_mode(cfg.runtime, kind))
+    graphs = runtime.lazy or cfg.runtime.compile or kind == "hpu"  # shapes that never change
+    generating = isinstance(cfg, GenerateRecipe)
+    ranks = cfg.runtime.cards or int(os.environ.get("WORLD_SIZE", "1"))
+    variables = cfg.runtime.environment
+    size = variables.get("PT_HPU_MAX_COMPOUND_OP_SIZE")
+    zero = (cfg.deepspeed.get("zero_optimization") or {}) if cfg.deepspeed else {}
+    stage = zero.get("stage") if cfg.deepspeed and (cfg.train.do_train or zero.get("stage") == 3) else None
+    setting = Setting(
+        device=kind, lazy=runtime.lazy, ranks=ranks, zero_stage=stage, zero3=_zero3(zero),
+        shared=cfg.generate.tensor_parallel if generating else 1,
+        offload_optimizer=_offloaded(zero, "offload_optimizer"), offload_weights=_offloaded(zero, "offload_param"),
+        compound=int(size) if size else None, lazy_collectives=variables.get("PT_HPU_ENABLE_LAZY_COLLECTIVES") == "true",
+    )  # fmt: skip
+    workloads = _generation(cfg, graphs) if generating else _training(cfg, kind, graphs)
+    longest = max(max(workload.length, workload.keys) for workload in workloads.values())
+    if longest > config.max_position_embeddings:
+        named = "generate.max_prompt_tokens and max_new_tokens make" if generating else "data.max_seq_length is"
+        raise InputError(f"{named} {longest}, above the model's max_position_embeddings {config.max_position_embeddings}")
+    return Request(_builder(cfg, runtime), workloads, setting, config.num_hidden_layers, _fuse(cfg, graphs))
+
+
+def device_kind(cfg: LoraRecipe) -> str:
+    """The device of the configuration; for auto this machine's."""
+    if cfg.runtime.device.name != "auto":
+        return cfg.runtime.device.name
+    return "hpu" if hpu_installed() and hpu_cards() else "cuda" if cards("cuda") else "cpu"
+
+
+def _zero3(zero: dict) -> object:
+    from modeling.lazy_memory import Zero3
+
+    names = {
+        "persistence": "stage3_param_persistence_threshold", "reuse": "stage3_max_reuse_distance",
+        "prefetch": "stage3_prefetch_bucket_size", "live": "stage3_max_live_parameters",
+    }  # fmt: skip
+    said = {field: int(float(zero[name])) for field, name in names.items() if zero.get(name) not in (None, "auto")}
+    leaves = tuple((zero.get("leaf_module") or {}).get("classes", ()))
+    return Zero3(**said, leaves=leaves)
+
+
+def _offloaded(zero: dict, part: str) -> bool:
+    return (zero.get(part) or {}).get("device") in ("cpu", "nvme")
+
+
+def _training(cfg: LoraRecipe, kind: str, graphs: bool) -> dict[str, Workload]:
+    from modeling.rehearsal import Workload
+
+    train, length = cfg.train, cfg.data.max_seq_length
+    masked = graphs or cfg.data.batching is Batching.padded  # graphs cannot look whether a mask hides anything
+    same = {"length": length, "masked": masked, "packed": cfg.data.batching is Batching.packed}
+    found = {}
+    if train.do_train:
+        accumulated = train.gradient_accumulation_steps > 1 and not cfg.deepspeed
+        found["training"] = Workload(
+            "training", train.per_device_train_batch_size, **same, accumulated=accumulated, clip=train.max_grad_norm > 0,
+            optimizer=not cfg.deepspeed,
+        )  # fmt: skip
+    if train.do_eval:
+        found["evaluation"] = Workload("evaluation", train.per_device_eval_batch_size, **same)
+    if not found:
+        raise InputError("train.do_train=false and train.do_eval=false leave nothing to plan")
+    return found
+
+
+def _generation(cfg: GenerateRecipe, graphs: bool) -> dict[str, Workload]:
+    from modeling.rehearsal import Workload
+    from recipes.pipeline.generation_plan import longest_prompt
+
+    options = cfg.generate
+    rows = 1 if options.batch_size == "auto" else int(options.batch_size)
+    prompt = longest_prompt(cfg, graphs)
+    same = {"rows": rows, "keys": prompt + options.max_new_tokens, "masked": True, "whole": graphs}
+    return {
+        "prompt": Workload("prompt", length=prompt, chunk=options.prefill_chunk, **same),
+        "decoding": Workload("decoding", length=prompt + options.max_new_tokens, **same),
+    }
+
+
+def _builder(cfg: LoraRecipe, runtime: Runtime) -> Build:
+    def build(layers: int, cut: Cut) -> nn.Module:
+        import torch
+
+        from modeling.execution import bind
+        from recipes.pipeline.adapter import add_adapter
+        from recipes.pipeline.model import DTYPES, build_execution
+
+        config = shape_of(cfg)
+        config.num_hidden_layers, config.use_cache = layers, False
+        model = _base(cfg, config, cut).to(DTYPES[cfg.model.dtype])
+        if cfg.model.implementation is Implementation.vendored:
+            bind(model, build_execution(cfg.runtime, runtime, lambda: cut("mark_step")))
+        else:
+            model.set_attn_implementation("eager" if cfg.runtime.attention is Attention.eager else "sdpa")
+        model.config.use_cache = False
+        if cfg.train.gradient_checkpointing and cfg.train.do_train:
+            reentrant = cfg.train.gradient_checkpointing_use_reentrant
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            if reentrant:
+                model.enable_input_require_grads()
+        model = _with_finished_adapter(model, cfg) if cfg.adapter.path else add_adapter(model, cfg)
+        if isinstance(cfg, GenerateRecipe) or not cfg.train.do_train:
+            model.requires_grad_(False)
+        if cfg.deepspeed and cfg.model.dtype is Dtype.bfloat16:  # DeepSpeed casts the whole module
+            model.to(torch.bfloat16)
+        if isinstance(cfg, GenerateRecipe) and cfg.generate.tensor_parallel > 1:
+            from recipes.pipeline.tensor_parallel import connect
+
+            connect(model, model.get_base_model().shares if hasattr(model, "get_base_model") else model.shares)
+        return model
+
+    return build
+
+
+def _base(cfg: LoraRecipe, config: object, cut: Cut) -> nn.Module:
+    from recipes.pipeline.model import _model_class
+    from recipes.pipeline.tensor_parallel import HeadShard, TableShard, narrowed
+
+    ranks = cfg.generate.tensor_parallel if isinstance(cfg, GenerateRecipe) else 1
+    if ranks == 1:
+        return _model_class(cfg.model)(config)
+    model = _model_class(cfg.model)(narrowed(config, ranks))
+    model.shares = _shares(ranks, cut)
+    model.model.embed_tokens, model.lm_head = TableShard(config, model.shares), HeadShard(config, model.shares)
+    return model
+
+
+def _shares(ranks: int, cut: Cut) -> object:
+    import torch
+
+    from recipes.pipeline.tensor_parallel import Shares
+
+    class Planned(Shares):
+        """The collectives' memory without other ranks."""
+
+        def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+            cut("collective")
+            return tensor
+
+        def join(self, tensor: torch.Tensor) -> torch.Tensor:
+            cut("collective")
+            return torch.cat([torch.empty_like(tensor) for _ in range(self.ranks)], dim=-1)
+
+    return Planned(0, ranks)
+
+
+def _with_finished_adapter(model: nn.Module, cfg: LoraRecipe) -> nn.Module:
+    from peft import get_peft_model
+
+    from recipes.pipeline.adapter import _read_config
+
+    config = _read_config(Path(cfg.adapter.path))
+    config.inference_mode = not cfg.train.do_train
+    return get_peft_model(model, config)
+
+
+def _fuse(cfg: LoraRecipe, graphs: bool) -> Fuse | None:
+    if not isinstance(cfg, GenerateRecipe) or graphs or not cfg.generate.fused or cfg.generate.tensor_parallel > 1:
+        return None
+
+    def fuse(model: nn.Module, length: int) -> object:
+        from modeling.decoding import FusedDecoder, can_fuse
+        from recipes.pipeline.adapter import plain_lora
+
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+        return FusedDecoder(inner, length, plain_lora) if can_fuse(inner, plain_lora) else None
+
+    return fuse
+
+
+# Cards
+
+
+def capacities() -> dict[str, float]:
+    """Bytes by card; this machine's are its first CUDA card's or, without one, its memory."""
+    import psutil
+    import torch
+
+    found = {name: size * GIB for name, size in CARDS.items()}
+    if torch.cuda.is_available():
+        found[HERE] = torch.cuda.get_device_properties(0).total_memory
+    else:
+        found[HERE] = psutil.virtual_memory().total
+    return found
+
+
+def capacity(name: str) -> float:
+    """Bytes of a card. Raises InputError for one that is not known."""
+    known = capacities()
+    for card, size in known.items():
+        if card.lower() == name.lower():
+            return size
+    raise InputError(f"card {name}: not known; there is {', '.join(known)}")
+
+
+# Options
+
+
+def options(cfg: LoraRecipe) -> Iterator[tuple[str, LoraRecipe]]:
+    """The configuration with one option changed, each that says something for it."""
+
+    def changed(name: str, change: Callable[[LoraRecipe], None]) -> tuple[str, LoraRecipe]:
+        other = copy.deepcopy(cfg)
+        change(other)
+        return name, other
+
+    def set_(group: str, field: str, value: object) -> tuple[str, LoraRecipe]:
+        shown = getattr(value, "name", value)
+        shown = str(shown).lower() if isinstance(shown, bool) else shown
+        return changed(f"{group}.{field}={shown}", lambda other: setattr(getattr(other, group), field, value))
+
+    generating, kind = isinstance(cfg, GenerateRecipe), device_kind(cfg)
+    lazy = lazy_mode(cfg.runtime, kind)
+    if generating:
+        yield set_("runtime", "in_place_residual", False)
+    if lazy:
+        yield set_("runtime", "mark_step", cfg.runtime.mark_step is False)
+        if generating and not cfg.runtime.layers_per_mark_step:
+            yield set_("runtime", "layers_per_mark_step", 10)
+    flash = Attention.fused_sdpa if kind == "hpu" else Attention.sdpa
+    eager = cfg.runtime.attention is Attention.eager
+    yield set_("runtime", "attention", flash if eager else Attention.eager)
+    if kind == "hpu" and not eager and not generating:
+        yield changed(
+            f"runtime.flash_attention_recompute={str(not cfg.runtime.flash_attention_recompute).lower()}",
+            lambda other: _recompute(other, not cfg.runtime.flash_attention_recompute),
+        )
+    if generating:
+        rows = cfg.generate.batch_size
+        if isinstance(rows, int) and rows > 1:
+            yield set_("generate", "batch_size", rows // 2)
+        if not cfg.generate.prefill_chunk:
+            yield set_("generate", "prefill_chunk", 256)
+        return
+    train = cfg.train
+    if not train.do_train:
+        return
+    yield set_("train", "gradient_checkpointing", not train.gradient_checkpointing)
+    yield set_("runtime", "loss_chunk", 10**9 if cfg.runtime.loss_chunk < 10**9 else 1024)
+    if train.per_device_train_batch_size > 1:
+        yield set_("train", "per_device_train_batch_size", train.per_device_train_batch_size // 2)
+    if cfg.adapter.kind is AdapterKind.lora and not cfg.adapter.path:
+        yield set_("adapter", "r", 2 * cfg.adapter.r)
+    if cfg.deepspeed:
+        for stage in {0, 2, 3} - {(cfg.deepspeed.get("zero_optimization") or {}).get("stage")}:
+            yield changed(f"ZeRO stage {stage}", lambda other, stage=stage: _stage(other, stage))
+        zero = cfg.deepspeed.get("zero_optimization") or {}
+        if zero.get("stage") == 3:
+            for part in ("offload_optimizer", "offload_param"):
+                if not _offloaded(zero, part):
+                    yield changed(f"{part} to the host", lambda other, part=part: _offload(other, part))
+
+
+def _recompute(cfg: LoraRecipe, wanted: bool) -> None:
+    cfg.runtime.attention, cfg.runtime.flash_attention_recompute = Attention.fused_sdpa, wanted
+
+
+def _stage(cfg: LoraRecipe, stage: int) -> None:
+    cfg.deepspeed.setdefault("zero_optimization", {})["stage"] = stage
+
+
+def _offload(cfg: LoraRecipe, part: str) -> None:
+    cfg.deepspeed["zero_optimization"][part] = {"device": "cpu"}
+
+
+# The largest that fits
+
+
+@dataclass(frozen=True)
+class Largest:
+    """Rows, or tokens, up to which a plan's high figure stays within the card."""
+
+    value: int | None  # None: not even the least
+    bound: str = ""  # why it ends there, where it is not the card
+
+
+def largest_rows(cfg: LoraRecipe, room: float) -> Largest:
+    """Rows of a batch that fit into `room` bytes."""
+    field = ("generate", "batch_size") if isinstance(cfg, GenerateRecipe) else ("train", "per_device_train_batch_size")
+    given = getattr(getattr(cfg, field[0]), field[1])
+    given = given if isinstance(given, int) else 1
+    return _largest(cfg, room, lambda other, n: setattr(getattr(other, field[0]), field[1], n), given, MOST_ROWS, 1)
+
+
+def largest_length(cfg: LoraRecipe, room: float) -> Largest:
+    """Tokens of a row (of a prompt) that fit, in steps of 128."""
+    from recipes.pipeline import generation_plan
+
+    limit = shape_of(cfg).max_position_embeddings
+    if isinstance(cfg, GenerateRecipe):
+        limit -= cfg.generate.max_new_tokens
+
+        def change(other: LoraRecipe, n: int) -> None:
+            other.generate.max_prompt_tokens, other.generate.length_bucket = n, 1
+
+    else:
+
+        def change(other: LoraRecipe, n: int) -> None:
+            other.data.max_seq_length = n
+
+    given = generation_plan.longest_prompt(cfg, False) if isinstance(cfg, GenerateRecipe) else cfg.data.max_seq_length
+    return _largest(cfg, room, change, given, limit, 128)
+
+
+def _largest(
+    cfg: LoraRecipe, room: float, change: Callable[[LoraRecipe, int], None], given: int, most: int, step: int
+) -> Largest:
+    name = next(iter(plans(cfg)))  # of the run's steps the one that decides
+    seen: dict[int, int] = {}
+
+    def fits(places: int) -> bool:
+        if places not in seen:
+            other = copy.deepcopy(cfg)
+            change(other, places * step)
+            seen[places] = plans(other, name)[name].high
+        return seen[places] <= room
+
+    last = most // step
+    low, high = 0, last + 1  # in steps: low fits, high does not
+    guess = min(max(1, given // step), last)
+    while high - low > 1:
+        if fits(guess):
+            low = guess
+        else:
+            high = guess
+        guess = min(max(_meets(seen, room, guess), low + 1), high - 1)
+    if low == 0:
+        return Largest(None)
+    bound = "the most that was looked at" if step == 1 else "the model's positions"
+    return Largest(low * step, bound if low == last else "")
+
+
+def _meets(seen: dict[int, int], room: float, near: int) -> int:
+    """Where memory meets the room, by the parabola (or line) through the places seen that are nearest to it."""
+    import numpy as np
+
+    places = sorted(seen, key=lambda place: abs(seen[place] - room))[:3]
+    if len(places) == 1:
+        return near // 2 if seen[near] > room else 2 * near
+    curve = np.polynomial.Polynomial.fit(places, [seen[place] - room for place in places], len(places) - 1)
+    roots = [float(root.real) for root in curve.roots() if abs(root.imag) < 1e-9]
+    return int(min(roots, key=lambda root: abs(root - places[0]))) if roots else (min(places) + max(places)) // 2
+
+
+# Text
+
+
+def lines(cfg: LoraRecipe, card: str | None = None) -> list[str]:
+    """The plan for dry_run and preflight: terms, peak, verdict, in the form of preflight's plan."""
+    name, made = next(iter(plans(cfg).items()))
+    shown = {"weights": 0} | made.static | made.peak
+    text = [
+        f"memory        {made.nominal / GIB:.2f} GiB a card in {name}"
+        + (f" ({made.low / GIB:.1f} to {made.high / GIB:.1f}, by how a lazy graph reuses memory):" if made.high > made.low else ":")
+    ]
+    held = made.nominal - made.eager
+    if held:
+        shown["lazy graphs"] = held
+    text += [f"              {size / GIB:8.2f} GiB  {term}" for term, size in shown.items() if size >= GIB / 200]
+    card = card or KIND_CARDS.get(device_kind(cfg), HERE)
+    room = capacity(card)
+    text.append(f"              {made.verdict(room)} on {card} ({room / GIB:.1f} GiB); the peak: {made.where}")
+    text.append("              more: python scripts/plan.py, with the same arguments")
+    return text
+
+
+__all__ = ["CARDS", "Largest", "capacities", "largest_length", "largest_rows", "lines", "options", "plans", "request"]
