@@ -14,7 +14,20 @@ from dataclasses import dataclass
 from modeling.liveness import Buffer, Tape
 
 BY_SIZE, GATHERED = "compound size", "gathered weights"
-VIEWS = ("view", "t.default", "transpose", "expand", "slice", "unsqueeze", "squeeze", "detach", "alias", "select", "split", "permute")
+VIEWS = (
+    "view",
+    "t.default",
+    "transpose",
+    "expand",
+    "slice",
+    "unsqueeze",
+    "squeeze",
+    "detach",
+    "alias",
+    "select",
+    "split",
+    "permute",
+)
 
 
 @dataclass(frozen=True)
@@ -129,7 +142,9 @@ class Zero3:
     leaves: tuple[str, ...] = ()  # classes of modules that are gathered whole
 
 
-def units(parameters: dict[str, list[tuple[int, int, bool]]], classes: dict[str, str], zero: Zero3) -> dict[str, tuple[int, int]]:
+def units(
+    parameters: dict[str, list[tuple[int, int, bool]]], classes: dict[str, str], zero: Zero3
+) -> dict[str, tuple[int, int]]:
     """(numbers, bytes) that are gathered together, by module."""
     found: dict[str, tuple[int, int]] = {}
     whole = [name for name, kind in classes.items() if kind in zero.leaves]
@@ -151,7 +166,7 @@ def gathers(tape: Tape, parameters: dict[str, tuple[int, int]], zero: Zero3) -> 
     uses = _uses(tape, parameters)
     found: list[Buffer] = []
     held: dict[str, Buffer] = {}
-    for n, (begin, end, name, phase) in enumerate(uses):
+    for n, (_, end, name, phase) in enumerate(uses):
         numbers, size = parameters[name]
         if (buffer := held.get(name)) is None:
             start = _ahead(uses, n, parameters, held, zero)

@@ -198,10 +198,8 @@ class Tape(TorchDispatchMode):
         given = {id(tensor.untyped_storage()) for tensor in _tensors((*args, *kwargs.values()))}
         if self.kept is not None and func is aten._local_scalar_dense.default:
             return self._value(args[0])
-        if self.kept is not None and func is aten.index.Tensor and _boolean(args[1]):
-            result = self._chosen(*args)
-        else:
-            result = func(*args, **kwargs)
+        chosen = self.kept is not None and func is aten.index.Tensor and _boolean(args[1])
+        result = self._chosen(*args) if chosen else func(*args, **kwargs)
         self.ops.append(Op(str(func), module, self.phase, line))
         for tensor in _tensors(result if isinstance(result, tuple | list) else (result,)):
             self._follow(tensor, given)
@@ -222,10 +220,8 @@ class Tape(TorchDispatchMode):
     def _place(self) -> tuple[str, str]:
         line = _source_line()
         node = torch._C._current_autograd_node()
-        if self._stack and (node is None or torch.is_grad_enabled() or line):
-            module = self._stack[-1]
-        else:
-            module = ""
+        inside = self._stack and (node is None or torch.is_grad_enabled() or line)
+        module = self._stack[-1] if inside else ""
         if node is not None and not module:
             forward = self._nodes.get(node._sequence_nr())
             return (forward[0], line or forward[1]) if forward else ("", line)

@@ -23,7 +23,10 @@ from modeling.rehearsal import Build, Fuse, Rehearsal, Workload, rehearse
 
 MASTER_AND_MOMENTS = 12  # float32 copy, first and second moment of Adam
 MOMENTS = 8  # Adam on float32 parameters needs no copy
-DEPTHS = (2, 3)  # layers that are traced of a deeper model; a step's memory is linear beyond (tests/modeling/test_plan.py)
+DEPTHS = (
+    2,
+    3,
+)  # layers that are traced of a deeper model; a step's memory is linear beyond (tests/modeling/test_plan.py)
 FRACTION = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -150,7 +153,12 @@ def _plain(value: Any) -> Any:
 
 
 def plan(
-    build: Build, workload: Workload, setting: Setting, layers: int, fuse: Fuse | None = None, depths: tuple[int, int] = DEPTHS
+    build: Build,
+    workload: Workload,
+    setting: Setting,
+    layers: int,
+    fuse: Fuse | None = None,
+    depths: tuple[int, int] = DEPTHS,
 ) -> Plan:
     """The memory of `workload` on a model of `layers` layers.
 
@@ -191,7 +199,13 @@ class _Figures:
 def _figures(build: Build, workload: Workload, setting: Setting, layers: int, fuse: Fuse | None) -> _Figures:
     whole = setting.zero_stage == 3
     run = rehearse(
-        build, workload, layers, scratch_of(setting.device), reads_values=setting.device != "hpu", fuse=fuse, zero3=whole
+        build,
+        workload,
+        layers,
+        scratch_of(setting.device),
+        reads_values=setting.device != "hpu",
+        fuse=fuse,
+        zero3=whole,
     )
     tape = run.tape
     added = gathers(tape, units(run.parameters, run.classes, setting.zero3), setting.zero3) if whole else []
@@ -208,11 +222,17 @@ def _figures(build: Build, workload: Workload, setting: Setting, layers: int, fu
         base = sum(static.values())
         peak, where, held = lazy_peak(found)
         cause = found[where].cause
-        numbers |= {"nominal": base + peak, "high": base + lazy_peak(found, late=True)[0], "end": base + held + _left(tape)}
+        numbers |= {
+            "nominal": base + peak,
+            "high": base + lazy_peak(found, late=True)[0],
+            "end": base + held + _left(tape),
+        }
         numbers |= {"persistent": base + found[where].persistent, "workspace": peak - found[where].persistent}
         numbers["graphs"] = len(found)
     alive = [b for b in (*tape.buffers, *added) if b.born <= place and (b.died is None or b.died > place)]
-    numbers["peak"] = _by_kind(alive, tape) | ({"kernel scratch": tape.ops[place].scratch} if tape.ops[place].scratch else {})
+    numbers["peak"] = _by_kind(alive, tape) | (
+        {"kernel scratch": tape.ops[place].scratch} if tape.ops[place].scratch else {}
+    )
     op = tape.ops[place]
     where = " ".join(part for part in (op.name, f"in {op.module}" if op.module else "", op.line, op.phase) if part)
     return _Figures(numbers, _grouped(alive, tape), where, cause, _curve(tape, added))
@@ -311,7 +331,9 @@ def scratch_of(device: str) -> Any:
 
 def _cpu_scratch(func: Any, args: tuple, result: Any) -> int:
     # Pointwise kernels first turn operands of another type into the result's, each in a copy of its own
-    if func in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor) and isinstance(args[1], torch.Tensor):
+    if func in (aten.mul.Tensor, aten.add.Tensor, aten.sub.Tensor, aten.div.Tensor) and isinstance(
+        args[1], torch.Tensor
+    ):
         return sum(a.numel() * result.element_size() for a in args[:2] if a.dtype != result.dtype and a.dim())
     if func is aten.logsumexp.default:  # exp of the difference to the largest
         return args[0].nbytes
@@ -329,7 +351,9 @@ def _assumptions(workload: Workload, setting: Setting, layers: int, traced: list
     if setting.device == "cuda":
         said["kernel scratch"] = "none: a CUDA library's workspaces and the caching allocator's fragments are not in it"
     if setting.device == "hpu":
-        said["accuracy"] = "never held against this code on a card; other code's figures, measured: scripts/plan.py --measured"
+        said["accuracy"] = (
+            "never held against this code on a card; other code's figures, measured: scripts/plan.py --measured"
+        )
         if workload.kind == "training":
             said["accuracy"] += "; there the peak in training was 17 % above nominal"
         said["kernel scratch"] = "attention's backward without recompute: two more matrices of weights (B, N, S, T)"

@@ -17,8 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from modeling.cache import ReusedKeyValues
 from modeling.decoding import FusedDecoder
-from modeling.stand_ins import in_place_of_gaudi, in_place_of_zero3
 from modeling.liveness import Tape, aten
+from modeling.stand_ins import in_place_of_gaudi, in_place_of_zero3
 
 KINDS = ("training", "evaluation", "prompt", "decoding")
 Cut = Callable[[str], None]  # ends a lazy graph, with its cause
@@ -75,7 +75,9 @@ class Stage:
 Fuse = Callable[[nn.Module, int], FusedDecoder | None]
 
 
-def prepare(model: nn.Module, workload: Workload, device: str = "cpu", cut: Cut | None = None, fuse: Fuse | None = None) -> Stage:
+def prepare(
+    model: nn.Module, workload: Workload, device: str = "cpu", cut: Cut | None = None, fuse: Fuse | None = None
+) -> Stage:
     """Inputs, cache and optimizer of a step. `fuse`: makes the decoder that runs in the model's place, if one does."""
     if workload.kind == "training":
         return _training(model, workload, device, cut or (lambda cause: None))
@@ -88,7 +90,9 @@ def _weights(model: nn.Module) -> dict[str, list[Tensor]]:
     parameters = list(model.parameters())
     return {
         "weights": [p for p in parameters if not p.requires_grad],
-        "adapter" if any(not p.requires_grad for p in parameters) else "weights": [p for p in parameters if p.requires_grad],
+        "adapter" if any(not p.requires_grad for p in parameters) else "weights": [
+            p for p in parameters if p.requires_grad
+        ],
         "buffers": list(model.buffers()),
     }
 
@@ -106,9 +110,10 @@ def _inputs(workload: Workload, device: str) -> dict[str, Tensor]:
         inputs["position_ids"] = order.repeat(workload.rows, 1)
     if workload.targets is not None and type(inputs["labels"]) is Tensor:
         flat = torch.full((workload.rows * workload.length,), -100)
-        places = torch.arange(1, workload.length).repeat(workload.rows) + torch.arange(
-            workload.rows
-        ).repeat_interleave(workload.length - 1) * workload.length
+        places = (
+            torch.arange(1, workload.length).repeat(workload.rows)
+            + torch.arange(workload.rows).repeat_interleave(workload.length - 1) * workload.length
+        )
         flat[places[: workload.targets]] = 0
         inputs["labels"] = flat.view(shape).to(device)
     return inputs
@@ -229,7 +234,9 @@ class Rehearsal:
 
     tape: Tape
     static: dict[str, int]  # bytes by term
-    parameters: dict[str, list[tuple[int, int, bool]]]  # (numbers, bytes, trained) of each module's own; a shared one once
+    parameters: dict[
+        str, list[tuple[int, int, bool]]
+    ]  # (numbers, bytes, trained) of each module's own; a shared one once
     classes: dict[str, str]  # of each module
 
 

@@ -70,11 +70,15 @@ class Row:
 def _attention(flash: bool) -> Any:
     from habana_frameworks.torch.hpex.kernels import FusedSDPA
 
-    def fused(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **unused: Any) -> tuple[Tensor, None]:
+    def fused(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **unused: Any
+    ) -> tuple[Tensor, None]:
         out = FusedSDPA.apply(q, k, v, mask, 0.0, False, None, "None", False, None, "None")
         return out.transpose(1, 2).contiguous(), None
 
-    def plain(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **unused: Any) -> tuple[Tensor, None]:
+    def plain(
+        module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, **unused: Any
+    ) -> tuple[Tensor, None]:
         scores = torch.matmul(q, k.transpose(-2, -1)) * HEAD_DIM**-0.5  # one key head a card: nothing is repeated
         scores = scores + mask
         scores = torch.softmax(scores, dim=-1, dtype=q.dtype)
@@ -209,5 +213,9 @@ def table(found: list[Row]) -> str:
         if row.reproduced is not None:
             verdict = "within" if row.reproduced else "not reproduced"
             verdict += f" ±{row.allowed:g}" if row.absolute else f" ±{100 * row.allowed:g} %"
-        lines.append(f"| {row.name} | {row.measured:.2f} | {row.predicted:.2f} | {row.error:+.2f}{share} | {band} | {verdict} |")
-    return "\n".join([*lines, "", f"GiB a card, except the row of tensors. Assumed: {ASSUMED}. Source: {figures()['source']}."])
+        lines.append(
+            f"| {row.name} | {row.measured:.2f} | {row.predicted:.2f} | {row.error:+.2f}{share} | {band} | {verdict} |"
+        )
+    return "\n".join(
+        [*lines, "", f"GiB a card, except the row of tensors. Assumed: {ASSUMED}. Source: {figures()['source']}."]
+    )

@@ -32,11 +32,17 @@ TOP = 12
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="the plan, bytes, for programs")
-    parser.add_argument("--compare", nargs="+", metavar="OVERRIDE", help="a second configuration: options on top of the first")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also as one file with a picture of the memory over the ops")
+    parser.add_argument(
+        "--compare", nargs="+", metavar="OVERRIDE", help="a second configuration: options on top of the first"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE", help="also as one file with a picture of the memory over the ops"
+    )
     parser.add_argument("--card", help="the card of the largest batch and sequence; default: the configuration's kind")
     parser.add_argument("--quick", action="store_true", help="no options, no largest batch")
-    parser.add_argument("--measured", action="store_true", help="figures measured on cards against their plans, and nothing else")
+    parser.add_argument(
+        "--measured", action="store_true", help="figures measured on cards against their plans, and nothing else"
+    )
     parser.add_argument("overrides", nargs="*", help="as for recipes/lora.py: +experiment=70b adapter.r=8 ...")
     options = parser.parse_args()
     with exit_on_error():
@@ -62,7 +68,9 @@ def run(options: argparse.Namespace) -> None:
     extra = {} if options.quick else variations(cfg, card_of(cfg, options.card), found, quiet=options.json)
     if options.json:
         plain = {"plans": {name: made.as_dict() for name, made in found.items()}, **extra}
-        plain["cards"] = {card: next(iter(found.values())).verdict(size) for card, size in memory_plan.capacities().items()}
+        plain["cards"] = {
+            card: next(iter(found.values())).verdict(size) for card, size in memory_plan.capacities().items()
+        }
         return print(json.dumps(plain, indent=2))
     text = report(cfg, found, extra, card_of(cfg, options.card))
     print(text)
@@ -76,7 +84,9 @@ def run(options: argparse.Namespace) -> None:
 def root_of(overrides: list[str]) -> str:
     """Which recipe's options these are."""
     named = [o.split("=", 1)[1] for o in overrides if o.startswith("+experiment=")]
-    return "generate" if any("generate" in name for name in named) or any("generate." in o for o in overrides) else "lora"
+    return (
+        "generate" if any("generate" in name for name in named) or any("generate." in o for o in overrides) else "lora"
+    )
 
 
 def as_plan(overrides: list[str], root: str) -> list[str]:
@@ -89,7 +99,10 @@ def card_of(cfg: LoraRecipe, asked: str | None) -> str:
 
 
 def variations(cfg: LoraRecipe, card: str, found: dict[str, Any], quiet: bool) -> dict[str, Any]:
-    """found: the plans of `cfg`. What each option changes (bytes of the nominal figure), and the largest rows and tokens on `card`; on two processes."""
+    """What each option changes (bytes of the nominal figure), and the largest rows and tokens on `card`; on two processes.
+
+    found: the plans of `cfg`.
+    """
     room = memory_plan.capacity(card)
     jobs: list[tuple[str, Callable[..., Any], tuple]] = [
         ("largest rows", memory_plan.largest_rows, (cfg, room)),
@@ -151,13 +164,20 @@ def report(cfg: LoraRecipe, found: dict[str, Any], extra: dict[str, Any], card: 
     others = [f"{other}: {plan.nominal / GIB:.3f} GiB" for other, plan in list(found.items())[1:]]
     lines += ["", *(["other steps   " + "; ".join(others)] if others else [])]
     for each, size in memory_plan.capacities().items():
-        lines.append(f"{each:13} {size / GIB:6.1f} GiB: {made.verdict(size)}, {(size - made.nominal) / GIB:+.1f} GiB left")
+        lines.append(
+            f"{each:13} {size / GIB:6.1f} GiB: {made.verdict(size)}, {(size - made.nominal) / GIB:+.1f} GiB left"
+        )
     if extra:
         lines += ["", "what an option would change, GiB"]
-        for option, change in sorted(extra["options"].items(), key=lambda item: item[1] if isinstance(item[1], int) else 0):
+        for option, change in sorted(
+            extra["options"].items(), key=lambda item: item[1] if isinstance(item[1], int) else 0
+        ):
             lines.append(f"  {option:50} {change if isinstance(change, str) else f'{change / GIB:+9.3f}'}")
         largest = extra["largest"]
-        lines += ["", f"largest on {card}: {_said(largest['rows'], 'rows')}; {_said(largest['length'], 'tokens a row')}"]
+        lines += [
+            "",
+            f"largest on {card}: {_said(largest['rows'], 'rows')}; {_said(largest['length'], 'tokens a row')}",
+        ]
     lines += ["", "assumed", *[f"  {key}: {value}" for key, value in made.assumptions.items()]]
     return "\n".join(lines)
 

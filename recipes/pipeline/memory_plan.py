@@ -97,7 +97,9 @@ def request(cfg: LoraRecipe) -> Request:
     longest = max(max(workload.length, workload.keys) for workload in workloads.values())
     if longest > config.max_position_embeddings:
         named = "generate.max_prompt_tokens and max_new_tokens make" if generating else "data.max_seq_length is"
-        raise InputError(f"{named} {longest}, above the model's max_position_embeddings {config.max_position_embeddings}")
+        raise InputError(
+            f"{named} {longest}, above the model's max_position_embeddings {config.max_position_embeddings}"
+        )
     return Request(_builder(cfg, runtime), workloads, setting, config.num_hidden_layers, _fuse(cfg, graphs))
 
 
@@ -432,7 +434,11 @@ def lines(cfg: LoraRecipe, card: str | None = None) -> list[str]:
     shown = {"weights": 0} | made.static | made.peak
     text = [
         f"memory        {made.nominal / GIB:.2f} GiB a card in {name}"
-        + (f" ({made.low / GIB:.1f} to {made.high / GIB:.1f}, by how a lazy graph reuses memory):" if made.high > made.low else ":")
+        + (
+            f" ({made.low / GIB:.1f} to {made.high / GIB:.1f}, by how a lazy graph reuses memory):"
+            if made.high > made.low
+            else ":"
+        )
     ]
     held = made.nominal - made.eager
     if held:

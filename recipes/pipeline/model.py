@@ -53,9 +53,7 @@ def build_model(cfg: LoraRecipe, tokenizer: PreTrainedTokenizerBase, runtime: Ru
     return add_adapter(model, cfg)
 
 
-def build_execution(
-    options: RuntimeConfig, runtime: Runtime, mark_step: Callable[[], None] | None = None
-) -> Execution:
+def build_execution(options: RuntimeConfig, runtime: Runtime, mark_step: Callable[[], None] | None = None) -> Execution:
     """Modes and kernels of this run: what is null or auto in conf follows the device. mark_step: in the device's place."""
     on_card = runtime.kind == "hpu"
     attention, ops = options.attention, options.ops

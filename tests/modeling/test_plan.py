@@ -83,4 +83,10 @@ def test_a_plan_equals_the_allocator(case):
     planned = plan(build, workload, Setting(), layers=4, fuse=fused)
     assert planned.static == {term: size for term, size in static.items() if size}
     assert sum(planned.peak.values()) == pytest.approx(peak, rel=0.001), planned.where
-    assert planned.eager == planned.nominal == planned.high == planned.low == sum(static.values()) + sum(planned.peak.values())
+    assert (
+        planned.eager
+        == planned.nominal
+        == planned.high
+        == planned.low
+        == sum(static.values()) + sum(planned.peak.values())
+    )

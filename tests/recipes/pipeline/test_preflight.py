@@ -19,7 +19,7 @@ def test_70b_plan(run_recipe, tmp_path):
     assert "10 rows x 1 accumulated x 8 rank(s) = 80 rows a step, up to 163,840 tokens" in out
     assert "PT_HPU_LAZY_MODE=1" in out and "PT_HPU_MAX_COMPOUND_OP_SIZE=10" in out
     assert "68,976,648,192, of which the adapter adds and trains 16,384,000" in out
-    assert "25.00 GiB  checkpoints between layers" in out
+    assert "25.04 GiB  kept for backward" in out and "16.06 GiB  weights" in out
     assert not list(tmp_path.rglob("*.yaml"))  # a plan leaves nothing behind
 
 
