@@ -230,6 +230,7 @@ class LoraRecipe:
     seed: int = 42
     dry_run: bool = False  # resolve, check, print the run plan, stop
     debug: bool = False  # tracebacks, and each rank's messages
+    memory_curve: bool = True  # memory.png: one step's memory beside what was planned for it
     trace_steps: int = 0  # optimizer steps whose tensors are fingerprinted into trace.jsonl, for scripts/parity.py
 
 

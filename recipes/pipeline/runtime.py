@@ -139,6 +139,7 @@ def start(cfg: LoraRecipe, connect: bool = True) -> Runtime:
             "habana_frameworks was imported before the run's environment was set; start this recipe as a program"
         )
     os.environ.update(runtime.environment)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # torch's profiler tells of each start on the terminal
     if connect:
         _connect(cfg, runtime)
     return runtime
