@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
 
 from recipes.pipeline.batches import IGNORED
 from recipes.pipeline.config import GenerateRecipe, InputError, LoraRecipe
-from recipes.pipeline.runtime import GIB, Runtime
+from recipes.pipeline.runtime import GIB
+
+if TYPE_CHECKING:
+    from recipes.pipeline.generation import Generator
 
 PICTURE, CURVE = "memory.png", "memory.json"
 POINTS = 2000
@@ -41,6 +44,14 @@ class Seen:
         """For all_results.json, GiB."""
         found = {SEEN: round(self.peak / GIB, 4)}
         return found if self.planned is None else {PLANNED: round(self.planned / GIB, 4)} | found
+
+
+def compared(results: dict[str, Any]) -> list[str]:
+    """A line with what was seen and what was planned, if both are in the results."""
+    seen, planned = results.get(SEEN), results.get(PLANNED)
+    if not seen or planned is None:
+        return []
+    return [f"of a step     {seen:g} GiB of tensors, planned {planned:g} GiB ({100 * (planned - seen) / seen:+.1f} %)"]
 
 
 class CpuCurve:
@@ -130,16 +141,39 @@ def step_shape(batches: list[dict[str, torch.Tensor]]) -> tuple[int, int, int]:
     return (*largest["labels"].shape, targets)
 
 
-def watch_batch(cfg: GenerateRecipe, runtime: Runtime, model: torch.nn.Module, rows: int, width: int, run: Callable[[], Any]) -> Any:
-    """Run a batch of generation on a CPU under the recorder; (what it gave, Seen)."""
-    seen = Seen(f"a batch of {rows} rows, prompts of {width} tokens", storage_bytes(model.parameters()))
-    recorder = CpuCurve()
-    recorder.start()
+def watch_prompt(generator: Generator, cfg: GenerateRecipe) -> Seen | None:
+    """The forward of a prompt, once more and recorded; its time is in no figure. On a card the statistics so far."""
+    import dataclasses
+
+    from modeling.memory import plan
+    from recipes.pipeline import memory_plan
+
+    runtime, decoder = generator.runtime, generator.decoder
+    if decoder is None or runtime.world_size > 1 or runtime.kind == "lazy":
+        return None
+    prompts, width = generator.widest
+    seen = Seen(f"a batch of {len(prompts)} prompts of {width} tokens", 0)
+    if runtime.kind == "cpu":
+        tables = decoder.fused.tables if decoder.fused is not None else ()
+        parts = (*generator.model.parameters(), *generator.model.buffers(), *decoder.cache.keys, *decoder.cache.values, *tables)
+        seen.static = storage_bytes(parts)
+        recorder = CpuCurve()
+        with torch.inference_mode(decoder.fused is not None), torch.no_grad():
+            recorder.start()
+            decoder.prefill(prompts, width, generator.tokenizer.pad_token_id or 0)
+            seen.curve = recorder.stop()
+    else:
+        seen.what, seen.curve = f"generation, {runtime.kind}'s statistics", [runtime._memory_bytes()[1]]
     try:
-        result = run()
-    finally:
-        seen.curve = recorder.stop()
-    return result, seen
+        wanted = memory_plan.request(cfg)
+        padded = any(len(prompt) < width for prompt in prompts)
+        room = {"rows": len(prompts), "length": width, "keys": decoder.cache.length, "masked": padded}
+        work = dataclasses.replace(wanted.workloads["prompt"], **room)
+        made = plan(wanted.build, work, wanted.setting, wanted.layers, wanted.fuse)
+        seen.planned = made.nominal
+    except (InputError, ValueError) as error:
+        print(f"no memory plan: {error}", file=sys.stderr)
+    return seen
 
 
 def draw(folder: Path, seen: Seen) -> None:
