@@ -234,7 +234,9 @@ def _figures(build: Build, workload: Workload, setting: Setting, layers: int, fu
         {"kernel scratch": tape.ops[place].scratch} if tape.ops[place].scratch else {}
     )
     op = tape.ops[place]
-    where = " ".join(part for part in (op.name, f"in {op.module}" if op.module else "", op.line, op.phase) if part)
+    where = " ".join(
+        part for part in (op.name, f"in {FRACTION.sub('*', op.module)}" if op.module else "", op.line, op.phase) if part
+    )
     return _Figures(numbers, _grouped(alive, tape), where, cause, _curve(tape, added))
 
 

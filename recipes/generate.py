@@ -28,7 +28,7 @@ def main(cfg: GenerateRecipe) -> None:
     output = completions.open_output(cfg, runtime, run_folder(), asked)
     llama = engine.distribute(cfg, model.build_model(cfg, tokenizer, runtime), runtime)
     generator = engine.generator(cfg, llama, tokenizer, runtime)
-    completions.report(runtime, output, completions.run(generator, asked, output))
+    completions.report(runtime, output, completions.run(generator, asked, output, cfg))
     runtime.leave()
 
 

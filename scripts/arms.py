@@ -132,7 +132,13 @@ def _run(arm: Arm, folder: Path, number: int, options: argparse.Namespace) -> No
         command += [str(ROOT / "scripts" / "gaudi_spawn.py"), "--world_size", str(ranks)]
         overrides = _split_rows(overrides, ranks)
     command += [str(ROOT / "recipes" / "lora.py"), *overrides]
-    command += [f"hydra.run.dir={folder}", f"trace_steps={options.trace}", "data.show_samples=0", "samples=0"]
+    command += [
+        f"hydra.run.dir={folder}",
+        f"trace_steps={options.trace}",
+        "data.show_samples=0",
+        "samples=0",
+        "memory_curve=false",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from recipes.pipeline.compose import to_yaml
 from recipes.pipeline.config import GenerateRecipe, InputError
 from recipes.pipeline.generation import Completion, Generator
+from recipes.pipeline.memory_curve import compared, draw, watch_prompt
 from recipes.pipeline.metrics import memory_of_all_ranks, write_json
 from recipes.pipeline.questions import Question, to_request
 from recipes.pipeline.report import versions
@@ -94,8 +95,13 @@ def _finished_lines(path: Path, settings: str, asked: list[Question]) -> int:
     return len(lines)
 
 
-def run(generator: Generator, asked: list[Question], output: Output) -> dict[str, Any]:
-    """Generate what is missing, window by window; figures of the run. Collective."""
+def run(
+    generator: Generator, asked: list[Question], output: Output, cfg: GenerateRecipe | None = None
+) -> dict[str, Any]:
+    """Generate what is missing, window by window; figures of the run. Collective.
+
+    cfg: a prompt's memory is recorded beside its plan, if it asks for that.
+    """
     ranks, main = generator.ranks, generator.runtime.is_main
     if main and len(asked) < ranks.groups:
         print(
@@ -116,7 +122,11 @@ def run(generator: Generator, asked: list[Question], output: Output) -> dict[str
                 found = {kept[place]: completion for place, completion in done.items()}
                 _append(output, start, window, found)
                 bar.update(start + len(window) - bar.n)
-    return figures(generator, len(asked) - output.done)
+    results = figures(generator, len(asked) - output.done)
+    if main and cfg is not None and cfg.memory_curve and (seen := watch_prompt(generator, cfg)) is not None:
+        draw(output.folder, seen)
+        results |= seen.results()
+    return results
 
 
 def _append(output: Output, start: int, window: list[Question], found: dict[int, Completion]) -> None:
@@ -177,5 +187,6 @@ def report(runtime: Runtime, output: Output, results: dict[str, Any]) -> None:
             f"first token   {1000 * results['time_to_first_token']:.0f} ms, {results['batch_size']} row(s) a batch"
         )
     lines.append(f"peak memory   {results['max_memory_allocated (GB)']:g} GiB")
+    lines += compared(results)
     lines.append(f"completions   {os.path.relpath(output.path)}")
     print("\n".join(lines), flush=True)

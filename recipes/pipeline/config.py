@@ -233,6 +233,9 @@ class LoraRecipe:
     debug: bool = False  # tracebacks, and each rank's messages
     samples: int = 0  # held-out prompts that base and adapter answer at the end, into samples.md
     sample_tokens: int = 64  # new tokens of such an answer
+    memory_curve: bool = (
+        False  # memory.png: one step's memory beside what was planned for it (traces the model: seconds)
+    )
     trace_steps: int = 0  # optimizer steps whose tensors are fingerprinted into trace.jsonl, for scripts/parity.py
 
 

@@ -86,6 +86,7 @@ class Generator:
     speed: Speed = field(default_factory=Speed)
     decoder: Decoder | None = None
     batch_rows: int | None = None  # rows of a batch, once known
+    widest: tuple[list[list[int]], int] = ([], 0)  # prompts and their padded length, of the widest batch so far
 
     def rows(self, longest: int) -> int:
         """Rows of a batch of prompts of up to `longest` tokens: said, or from the memory plan. Collective."""
@@ -171,6 +172,8 @@ class Generator:
         if self.decoder.whole:
             batch = batch.filled(self.decoder.shape.rows)
         prompts = [request.ids for request in batch.requests]
+        if batch.width > self.widest[1]:
+            self.widest = prompts, batch.width
         seeds = [request.seed for request in batch.requests]
         device = self.runtime.device
         sampler = Sampler(self.options, prompts, seeds, self.model.config.vocab_size).to(device)

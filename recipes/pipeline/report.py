@@ -18,6 +18,7 @@ from recipes.pipeline.compatibility import gaudi_warnings
 from recipes.pipeline.compose import REPOSITORY, to_yaml
 from recipes.pipeline.config import InputError, LoraRecipe
 from recipes.pipeline.data import Data, describe
+from recipes.pipeline.memory_curve import compared
 from recipes.pipeline.metrics import compare_with_baseline, write_json, write_results
 from recipes.pipeline.model import describe_model
 from recipes.pipeline.progress import read_log
@@ -201,6 +202,7 @@ def summary(cfg: LoraRecipe, folder: Path, results: dict[str, Any]) -> str:
         rate = f"{results['train_samples_per_second']:g} samples/s, {results['train_tokens_per_second']:g} tokens/s"
         lines.append(f"training      {results['train_runtime']:.0f} s, {rate}")
     lines.append(f"peak memory   {results['max_memory_allocated (GB)']:g} GiB")
+    lines += compared(results)
     lines += [
         f"baseline      {line}" for line in compare_with_baseline(results, cfg.baseline.metrics, cfg.baseline.tolerance)
     ]

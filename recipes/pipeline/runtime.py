@@ -123,6 +123,10 @@ def start(cfg: LoraRecipe, connect: bool = True) -> Runtime:
 
     `connect=False` stops after the environment: for plans, which must work on a machine without the cards.
     """
+    if cfg.memory_curve and not cfg.debug:
+        # Read when torch is imported: its profiler tells of each start, and of memory older than it, on the terminal
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     kind = _detect(cfg.runtime)
     lazy = lazy_mode(cfg.runtime, kind)
     world_size = int(os.environ.get("WORLD_SIZE", "1"))

@@ -25,6 +25,7 @@ from recipes.pipeline.adapter import save_adapter
 from recipes.pipeline.batches import IGNORED
 from recipes.pipeline.config import Batching, Dtype, InputError, LoraRecipe, Strategy
 from recipes.pipeline.data import Data, blank_rows
+from recipes.pipeline.memory_curve import MemoryWatch, step_shape
 from recipes.pipeline.metrics import EvaluationSums, Throughput, count_targets, memory_of_all_ranks, target_sums
 from recipes.pipeline.progress import ProgressBar, StepLog
 from recipes.pipeline.runtime import Runtime
@@ -207,11 +208,15 @@ class LoraTrainerMixin:
         self.logged_step = 0
         self.step_samples: torch.Tensor | int = 0
         self.step_tokens: torch.Tensor | int = 0
+        self.step_shape: tuple[int, int, int] | None = None
         for callback in list(self.callback_handler.callbacks):
             if type(callback).__name__ in ("PrinterCallback", "ProgressCallback"):
                 self.remove_callback(callback)
         self.add_callback(StepLog(self))
         self.add_callback(ProgressBar(self))
+        self.memory = MemoryWatch(self, cfg)
+        if cfg.memory_curve:
+            self.add_callback(self.memory)
         if cfg.trace_steps and runtime.is_main:
             self.add_callback(Tracer(Path(self.args.output_dir), cfg.trace_steps))
 
@@ -232,6 +237,8 @@ class LoraTrainerMixin:
             batch["labels"].ne(IGNORED).any(-1).sum() for batch in batches
         )  # blank rows don't count
         self.step_tokens = sum(batch["attention_mask"].sum() for batch in batches)
+        if self.runtime.kind == "cpu":
+            self.step_shape = step_shape(batches)
         targets = torch.stack([count_targets(batch["labels"]) for batch in batches]).sum().to(device)
         return batches, self.accelerator.gather(targets).sum()
 
@@ -406,6 +413,7 @@ def run(cfg: LoraRecipe, runtime: Runtime, trainer: Trainer, checkpoint: Path | 
         results |= output.metrics | {"train_runtime": round(time.perf_counter() - began, 4)}
         results |= {"global_step": output.global_step} | trainer.throughput.result()
         save_adapter(trainer.accelerator.unwrap_model(trainer.model), folder / "adapter", trainer.processing_class)
+        results |= trainer.memory.result(folder)
     if cfg.train.do_eval:
         results |= _final_evaluation(cfg, trainer)
     return results | memory_of_all_ranks(runtime)
