@@ -8,11 +8,13 @@ is persistent from the graph that makes it to the last graph that uses it.
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from modeling.liveness import Buffer, Tape
 
+LAYER = re.compile(r"\.\d+(?=\.|$)")
 BY_SIZE, GATHERED = "compound size", "gathered weights"
 VIEWS = (
     "view",
@@ -44,14 +46,18 @@ class Graph:
 
 
 def cuts(tape: Tape, causes: Iterable[tuple[int, str]], compound: int | None) -> list[tuple[int, str]]:
-    """Ends of graphs as (op, cause), in order: `causes`, and between them every `compound` ops that compute something."""
+    """Ends of graphs as (op, cause), in order: `causes`, and between them every `compound` ops that compute something.
+
+    Counted anew from each layer on: where a count that runs on would cut differs from layer to layer, and so would the figures.
+    """
     wanted = dict(sorted(causes, reverse=True))  # the first cause of a place
-    found, waiting = [], 0
+    found, waiting, layer = [], 0, ""
     for n, op in enumerate(tape.ops):
+        before, layer = layer, (match[0] if (match := LAYER.search(op.module)) else layer)
         if n in wanted and n:
             found.append((n, wanted[n]))
             waiting = 0
-        elif compound and waiting == compound:
+        elif compound and (waiting == compound or (layer != before and waiting)):
             found.append((n, BY_SIZE))
             waiting = 0
         waiting += not _is_view(op.name)
@@ -62,8 +68,13 @@ def _is_view(name: str) -> bool:
     return name.removeprefix("aten.").startswith(VIEWS)
 
 
-def graphs(tape: Tape, ends: list[tuple[int, str]], added: Iterable[Buffer] = (), delay: int = 0) -> list[Graph]:
-    """Each graph's memory. added: buffers that are on no tape (gathered weights): always persistent."""
+def graphs(
+    tape: Tape, ends: list[tuple[int, str]], added: Iterable[Buffer] = (), delay: int = 0, lag: int = 0
+) -> list[Graph]:
+    """Each graph's memory. lag: graphs that the device may be behind the host.
+
+    added: buffers that are on no tape (gathered weights): always persistent.
+    """
     places, last = [place for place, _ in ends], len(tape.ops)
     waits = _waits([cause for _, cause in ends])
     inside: list[list[Buffer]] = [[] for _ in places]
@@ -75,7 +86,7 @@ def graphs(tape: Tape, ends: list[tuple[int, str]], added: Iterable[Buffer] = ()
         if first == final and buffer.died is not None and buffer.kind != GATHERED:
             inside[first].append(buffer)
             continue
-        for change, end in ((soon, final), (late, waits[final])):
+        for change, end in ((soon, final), (late, min(waits[final], final + lag))):
             change[first] += buffer.size
             change[end + 1] -= buffer.size
     result, alive, held, begin = [], 0, 0, 0

@@ -24,8 +24,8 @@ from modeling.rehearsal import Build, Fuse, Rehearsal, Workload, rehearse
 MASTER_AND_MOMENTS = 12  # float32 copy, first and second moment of Adam
 MOMENTS = 8  # Adam on float32 parameters needs no copy
 DEPTHS = (
-    2,
     3,
+    4,
 )  # layers that are traced of a deeper model; a step's memory is linear beyond (tests/modeling/test_plan.py)
 FRACTION = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
@@ -83,6 +83,8 @@ class Setting:
     offload_weights: bool = False
     compound: int | None = None  # ops after which a lazy graph is cut (PT_HPU_MAX_COMPOUND_OP_SIZE)
     lazy_collectives: bool = False  # collectives are part of lazy graphs
+    pipelined: bool = False  # a lazy graph ends between forward and backward
+    lag: int = 8  # graphs that a device may be behind its host, in the high figure
     delay: int = 2  # ops until freed memory inside a graph is used again, in the high figure: two engines overlap
 
 
@@ -216,9 +218,10 @@ def _figures(build: Build, workload: Workload, setting: Setting, layers: int, fu
     numbers |= {"nominal": numbers["eager"], "high": numbers["eager"], "end": sum(static.values()) + _left(tape)}
     cause = ""
     if setting.lazy:
-        causes = [c for c in tape.breaks if not (setting.lazy_collectives and c[1] == "collective")]
+        joined = {"collective": setting.lazy_collectives, "forward ends": not setting.pipelined}
+        causes = [(op, cause) for op, cause in tape.breaks if not joined.get(cause)]
         ends = cuts(tape, [*causes, *gather_breaks(added)], setting.compound)
-        found = graphs(tape, ends, added, setting.delay)
+        found = graphs(tape, ends, added, setting.delay, setting.lag)
         base = sum(static.values())
         peak, where, held = lazy_peak(found)
         cause = found[where].cause
@@ -261,7 +264,8 @@ def _static(run: Rehearsal, workload: Workload, setting: Setting) -> dict[str, i
         # Cut over the ranks; what is small stays whole beside its part
         limit = setting.zero3.persistence
         small = {wanted: sum(s for n, s, w in every if w == wanted and n <= limit) for wanted in (False, True)}
-        for term, wanted in (("weights", False), ("adapter", True)):
+        terms = {"weights": False, "adapter": True} if "adapter" in static else {"weights": bool(trained)}
+        for term, wanted in terms.items():
             if term in static:
                 part = 0 if setting.offload_weights else sum(_share(s, ranks) for _, s, w in every if w == wanted)
                 static[term] = part + small[wanted]
@@ -370,7 +374,7 @@ def _assumptions(workload: Workload, setting: Setting, layers: int, traced: list
         inside = "inside graphs" if setting.lazy_collectives else "cut graphs"
         said["lazy graphs"] = f"cut at mark_step and gathers{size}; collectives {inside}"
         said["reuse"] = (
-            f"nominal: at once; high: {setting.delay} ops after the last use, and between graphs only where host and device meet;"
-            " low: no graphs"
+            f"nominal: at once; high: {setting.delay} ops after the last use, and between graphs when host and device"
+            f" meet, {setting.lag} graphs later at the most; low: no graphs"
         )
     return said

@@ -156,7 +156,7 @@ def planned(code: Published, figures: dict[str, Any]) -> Plan:
     """The plan of one measured run."""
     if code.training:
         workload = Workload("training", figures["training"]["rows"], figures["training"]["length"], optimizer=False)
-        setting = Setting("hpu", lazy=True, ranks=8, zero_stage=3, compound=10)
+        setting = Setting("hpu", lazy=True, ranks=8, zero_stage=3, compound=10, pipelined=True)
     else:
         rows, length = figures["inference"]["rows"], figures["inference"]["length"]
         workload = Workload("prompt", rows, length, keys=length, whole=False)

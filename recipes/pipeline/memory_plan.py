@@ -33,6 +33,7 @@ CARDS = {"Gaudi2": 94.62, "Gaudi3": 126.2, "H100": 79.1, "H200": 139.8}
 KIND_CARDS = {"hpu": "Gaudi2", "cuda": "H100"}
 HERE = "this machine"
 MOST_ROWS = 4096
+QUICK = (2, 3)  # layers traced where many plans are wanted
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,15 @@ class Request:
     fuse: Fuse | None
 
 
-def plans(cfg: LoraRecipe, only: str | None = None) -> dict[str, Plan]:
+def plans(cfg: LoraRecipe, only: str | None = None, depths: tuple[int, int] | None = None) -> dict[str, Plan]:
     """A plan of each kind of step of the run (or of one), the one that needs most first. Raises InputError for what cannot be
     built."""
-    from modeling.memory import plan
+    from modeling.memory import DEPTHS, plan
 
     try:
         wanted = request(cfg)
         found = {
-            name: plan(wanted.build, workload, wanted.setting, wanted.layers, wanted.fuse)
+            name: plan(wanted.build, workload, wanted.setting, wanted.layers, wanted.fuse, depths or DEPTHS)
             for name, workload in wanted.workloads.items()
             if only in (None, name)
         }
@@ -64,8 +65,8 @@ def plans(cfg: LoraRecipe, only: str | None = None) -> dict[str, Plan]:
 
 
 def main_plan(cfg: LoraRecipe, only: str | None = None) -> Plan:
-    """The plan of the step that needs most, or of one kind of step."""
-    return next(iter(plans(cfg, only).values()))
+    """The plan of the step that needs most, or of one kind of step, from as few layers as give the peak."""
+    return next(iter(plans(cfg, only, QUICK).values()))
 
 
 def request(cfg: LoraRecipe) -> Request:
@@ -91,7 +92,8 @@ def request(cfg: LoraRecipe) -> Request:
         device=kind, lazy=runtime.lazy, ranks=ranks, zero_stage=stage, zero3=_zero3(zero),
         shared=cfg.generate.tensor_parallel if generating else 1,
         offload_optimizer=_offloaded(zero, "offload_optimizer"), offload_weights=_offloaded(zero, "offload_param"),
-        compound=int(size) if size else None, lazy_collectives=variables.get("PT_HPU_ENABLE_LAZY_COLLECTIVES") == "true",
+        pipelined=cfg.runtime.pipelining_fwd_bwd, compound=int(size) if size else None,
+        lazy_collectives=variables.get("PT_HPU_ENABLE_LAZY_COLLECTIVES") == "true",
     )  # fmt: skip
     workloads = _generation(cfg, graphs) if generating else _training(cfg, kind, graphs)
     longest = max(max(workload.length, workload.keys) for workload in workloads.values())
@@ -388,14 +390,14 @@ def largest_length(cfg: LoraRecipe, room: float) -> Largest:
 def _largest(
     cfg: LoraRecipe, room: float, change: Callable[[LoraRecipe, int], None], given: int, most: int, step: int
 ) -> Largest:
-    name = next(iter(plans(cfg)))  # of the run's steps the one that decides
+    name = next(iter(plans(cfg, depths=QUICK)))  # of the run's steps the one that decides
     seen: dict[int, int] = {}
 
     def fits(places: int) -> bool:
         if places not in seen:
             other = copy.deepcopy(cfg)
             change(other, places * step)
-            seen[places] = plans(other, name)[name].high
+            seen[places] = main_plan(other, name).high
         return seen[places] <= room
 
     last = most // step

@@ -101,12 +101,13 @@ def test_rows_of_a_deeper_model_follow_from_two_depths():
     )
     whole = plan(build, work, setting, 9, depths=(9, 9))
     short = plan(build, work, setting, 9)
-    assert whole.traced == 9 and short.traced == 3
+    assert whole.traced == 9 and short.traced == 4
     for name in ("static", "low", "nominal", "high", "end"):
         assert getattr(short, name) == pytest.approx(getattr(whole, name), rel=0.001), name
     assert short.graph.count == pytest.approx(whole.graph.count, rel=0.02)
-    assert short.top[0].count == whole.top[0].count == 9 - 1  # the checkpoints between layers
-    assert short.top[0].size == whole.top[0].size == 8 * 2 * 256 * 256 * 2
+    for made in (short, whole):
+        kept = next(live for live in made.top if live.kind == "kept for backward")
+        assert (kept.count, kept.size) == (9 - 1, 8 * 2 * 256 * 256 * 2)  # the checkpoints between layers
 
 
 def test_a_plan_names_the_tensors_of_its_peak():
@@ -154,7 +155,7 @@ def test_a_workload_that_cannot_be(fields, said):
 def test_a_band_that_straddles_a_card_is_undecided():
     build = builder(torch.bfloat16, lora=True, attention="fused_sdpa", ops="hpu")
     made = plan(build, Workload("training", 2, 128, optimizer=False), Setting("hpu", lazy=True, compound=10), 3)
-    assert made.low < made.nominal <= made.high
+    assert made.low < made.nominal <= made.high and made.end < made.nominal
     assert made.verdict(made.high) == "fits"
     assert made.verdict(made.low - 1) == "does not fit"
     assert made.verdict((made.low + made.high) / 2) == "undecided"
@@ -218,8 +219,9 @@ def test_deepspeeds_estimators_where_all_weights_are_trained():
 def test_torchs_tracker_sees_the_same_training_step():
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    made = plan(builder(), Workload("training", 4, 256, clip=False), Setting(), 4)
-    model, ids = builder()(4, None).train(), torch.zeros(4, 256, dtype=torch.long)
+    build = builder(loss_chunk=64)  # what a kernel takes inside no tracker sees: a small chunk of logits makes it small
+    made = plan(build, Workload("training", 4, 256, clip=False), Setting(), 4)
+    model, ids = build(4, None).train(), torch.zeros(4, 256, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step():
