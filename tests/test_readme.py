@@ -44,7 +44,7 @@ def test_every_command_is_understood(command, tmp_path):
     if script == "gaudi_spawn.py":  # and what it would start plans too
         start = next(n for n, word in enumerate(words) if "/recipes/" in word)
         inner = [sys.executable, *words[start:], "dry_run=true"]
-        assert "GiB a rank" in run(inner, tmp_path).stdout
+        assert "GiB a card" in run(inner, tmp_path).stdout
 
 
 def _parity_is_understood(words):
