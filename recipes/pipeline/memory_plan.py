@@ -232,9 +232,10 @@ def _shares(ranks: int, cut: Cut) -> object:
 def _with_finished_adapter(model: nn.Module, cfg: LoraRecipe) -> nn.Module:
     from peft import get_peft_model
 
-    from recipes.pipeline.adapter import _read_config
+    from recipes.pipeline.adapter import lora_config, read_adapter_config
 
-    config = _read_config(Path(cfg.adapter.path))
+    folder = Path(cfg.adapter.path)  # a plan may come before the adapter: then with what the configuration says
+    config = read_adapter_config(folder) if folder.is_dir() else lora_config(cfg.adapter, model)
     config.inference_mode = not cfg.train.do_train
     return get_peft_model(model, config)
 
