@@ -23,10 +23,8 @@ from modeling.rehearsal import Build, Fuse, Rehearsal, Workload, rehearse
 
 MASTER_AND_MOMENTS = 12  # float32 copy, first and second moment of Adam
 MOMENTS = 8  # Adam on float32 parameters needs no copy
-DEPTHS = (
-    3,
-    4,
-)  # layers that are traced of a deeper model; a step's memory is linear beyond (tests/modeling/test_plan.py)
+# Layers that are traced of a deeper model; a step's memory is linear beyond (tests/modeling/test_plan.py)
+DEPTHS = (3, 4)
 FRACTION = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 

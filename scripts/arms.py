@@ -56,8 +56,7 @@ class Outcome:
 def experiment(options: argparse.Namespace) -> int:
     """Run the arms, print the verdict, write report.html. Returns the exit status."""
     arms = [Arm(" ".join(overrides) or "as configured", overrides) for overrides in _arms(options)]
-    if 0 < options.seeds < FEWEST:
-        raise InputError(f"--seeds {options.seeds}: takes {FEWEST} or more; fewer say nothing of noise")
+    _check(options)
     folder = options.output or Path("outputs") / "parity" / time.strftime("%Y-%m-%d_%H-%M-%S")
     if folder.exists() and any(folder.iterdir()):
         raise InputError(f"--output {folder}: exists and is not empty; choose another folder")
@@ -80,6 +79,16 @@ def experiment(options: argparse.Namespace) -> int:
         }
         parity_report.write_json(options.json, content)
     return int(verdict)
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("baseline", "junit", "record"):
+        if getattr(options, name):
+            raise InputError(f"--{name} belongs to one finished RUN; arms are held against their first, see --json")
+    if 0 < options.seeds < FEWEST:
+        raise InputError(f"--seeds {options.seeds}: takes {FEWEST} or more; fewer say nothing of noise")
+    if options.repeats < 1 or options.trace < 0:
+        raise InputError(f"--repeats {options.repeats} --trace {options.trace}: take 1 or more, and 0 or more")
 
 
 def _arms(options: argparse.Namespace) -> list[list[str]]:
@@ -161,7 +170,9 @@ def _outcome(arm: Arm, first: Arm, options: argparse.Namespace) -> Outcome:
     if arm.failure or first.failure:
         return Outcome(arm, None, Divergence(arm.failure or f"the first arm failed: {first.failure}", None))
     allowed = _own_facts(arm, first) + tuple(options.allow)
-    comparison = compare(arm.runs[0], first.runs[0], tuple(options.require), allowed)
+    pairs = zip(arm.runs, first.runs, strict=True)  # a repeat is held against the first arm's; the worst one stands
+    comparisons = [compare(one, other, tuple(options.require), allowed) for one, other in pairs]
+    comparison = max(comparisons, key=lambda each: each.verdict)
     divergence = first_divergence(comparison, TRACE_TOLERANCE[comparison.kind])
     noise = None
     if options.seeds:
@@ -220,6 +231,3 @@ def _as_dict(outcome: Outcome) -> dict:
     found["first_divergence"] = outcome.divergence.where if outcome.divergence else None
     found["noise"] = outcome.noise._asdict() if outcome.noise else None
     return json.loads(json.dumps(found))
-
-
-__all__ = ["Arm", "Outcome", "describe", "experiment", "rules"]

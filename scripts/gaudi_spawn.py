@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,6 +22,7 @@ from recipes.pipeline.compose import REPOSITORY, SCHEMAS, compose_here, exit_on_
 from recipes.pipeline.config import InputError
 from recipes.pipeline.runtime import cards, environment, hpu_cards, hpu_installed, lazy_mode
 from scripts import commands
+from scripts.arguments import OneLineParser
 from scripts.hostfile import Hosts, choose, read_hostfile
 from scripts.processes import Start, run
 
@@ -41,11 +41,6 @@ Options come before the script; everything behind the script is the script's.
 """
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; --help shows the options")
-
-
 def main(argv: list[str] | None = None) -> int:
     """Exit status: the failed rank's, 0 when all ended well, 2 for a wrong command line, 128 + a signal's number."""
     with exit_on_error():
@@ -58,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = OneLineParser(
         prog="gaudi_spawn.py",
         description=__doc__,
         epilog=EXAMPLES,

@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument(
         "overrides", nargs="*", help="as for recipes/lora.py: +experiment=tiny runtime.mark_step=false ..."
     )
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     with exit_on_error():
         cfg = compose_here([*options.overrides, "runtime=cpu_lazy"])
         # of the user's runtime only what the engine can do: Gaudi's kernels and devices are not here

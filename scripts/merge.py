@@ -23,12 +23,13 @@ import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from recipes.pipeline.compose import exit_on_error
 from recipes.pipeline.config import InputError, ModelConfig
+from scripts.arguments import OneLineParser
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".index.json")
 NOT_COPIED = ("config.json", "README.md", "generation_config.json")
@@ -42,13 +43,8 @@ TOKENIZER_FILES = (
 )
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; --help shows the options")
-
-
 def parse(argv: list[str]) -> argparse.Namespace:
-    parser = Parser(
+    parser = OneLineParser(
         prog="merge.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--adapter", type=Path, nargs="+", required=True, metavar="FOLDER", help="finished adapters")

@@ -17,31 +17,26 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from recipes.pipeline.compose import exit_on_error
 from recipes.pipeline.config import InputError
 from scripts import parity_report, results
+from scripts.arguments import OneLineParser
 from scripts.comparison import Verdict, compare
-
-
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message}; --help shows the options")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Exit status, see Verdict."""
     with exit_on_error():
         options = parse(sys.argv[1:] if argv is None else argv)
-        if options.record:
-            return _record(options)
         if options.ab or options.arms or options.stock:
             from scripts.arms import experiment
 
             return experiment(options)
+        if options.record:
+            return _record(options)
         return _compare(options)
     return Verdict.NOT_COMPARABLE
 
@@ -52,7 +47,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     ready = "\n".join(
         f"  {name:14} {', '.join(' '.join(arm) or '(as configured)' for arm in arms)}" for name, arms in READY.items()
     )
-    parser = Parser(
+    parser = OneLineParser(
         prog="parity.py",
         description=__doc__,
         epilog=f"ready arms\n{ready}",
@@ -86,12 +81,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "arguments", nargs="*", metavar="RUN | OVERRIDE", help="one RUN, or the options of recipes/lora.py for the arms"
     )
-    options, rest = parser.parse_known_args(argv)
-    unknown = [word for word in rest if word.startswith("-")]
-    if unknown:
-        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-    options.arguments += rest
-    return options
+    return parser.parse_intermixed_args(argv)
 
 
 def _one_run(options: argparse.Namespace) -> str:

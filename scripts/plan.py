@@ -21,16 +21,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tqdm import tqdm
 
-from recipes.pipeline import memory_plan
+from recipes.pipeline import memory_options, memory_plan
 from recipes.pipeline.compose import compose_here, exit_on_error
 from recipes.pipeline.config import InputError, LoraRecipe
 from recipes.pipeline.runtime import GIB
+from scripts.arguments import OneLineParser
 
 TOP = 12
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: list[str] | None = None) -> None:
+    with exit_on_error():
+        options = parse(sys.argv[1:] if argv is None else argv)
+        if options.measured:
+            from scripts.measured_memory import rows, table
+
+            return print(table(rows()))
+        run(options)
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = OneLineParser(
+        prog="plan.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
     parser.add_argument("--json", action="store_true", help="the plan, bytes, for programs")
     parser.add_argument(
         "--compare", nargs="+", metavar="OVERRIDE", help="a second configuration: options on top of the first"
@@ -44,13 +57,7 @@ def main() -> None:
         "--measured", action="store_true", help="figures measured on cards against their plans, and nothing else"
     )
     parser.add_argument("overrides", nargs="*", help="as for recipes/lora.py: +experiment=70b adapter.r=8 ...")
-    options = parser.parse_args()
-    with exit_on_error():
-        if options.measured:
-            from scripts.measured_memory import rows, table
-
-            return print(table(rows()))
-        run(options)
+    return parser.parse_intermixed_args(argv)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -105,11 +112,11 @@ def variations(cfg: LoraRecipe, card: str, found: dict[str, Any], quiet: bool) -
     """
     room = memory_plan.capacity(card)
     jobs: list[tuple[str, Callable[..., Any], tuple]] = [
-        ("largest rows", memory_plan.largest_rows, (cfg, room)),
-        ("largest length", memory_plan.largest_length, (cfg, room)),
+        ("largest rows", memory_options.largest_rows, (cfg, room)),
+        ("largest length", memory_options.largest_length, (cfg, room)),
     ]
     kind, made = next(iter(found.items()))
-    jobs += [(name, _nominal, (other, kind)) for name, other in memory_plan.options(cfg)]
+    jobs += [(name, _nominal, (other, kind)) for name, other in memory_options.options(cfg)]
     results: dict[str, Any] = {}
     workers = min(2, os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:

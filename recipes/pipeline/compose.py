@@ -206,12 +206,12 @@ def _fail(message: str, status: int) -> None:
 def explain(error: Exception, schema: type = LoraRecipe) -> str:
     """One line for an error of composing: the key, the value, what is allowed, near misses."""
     text = str(error)
+    if isinstance(error, InputError):
+        return " ".join(text.split())
     cause = error.__cause__
     while cause is not None:
         text += "\n" + str(cause)
         cause = cause.__cause__
-    if isinstance(error, InputError):
-        return " ".join(str(error).split())
     where = f"conf/{match[1]}.yaml: " if (match := re.search(r"^In '(.+?)': \w+ raised", text)) else ""
     if match := re.search(
         r"Could not find '(.+?)/([^/']+)'\n\nAvailable options in '.+?':\n((?:\t.+\n?)+?)Config search", text

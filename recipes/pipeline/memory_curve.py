@@ -5,6 +5,7 @@ On a CPU the allocator's own events are recorded (torch's profiler) over one ste
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterable
@@ -85,6 +86,7 @@ class MemoryWatch(TrainerCallback):
         self.trainer, self.cfg, self.runtime = trainer, cfg, trainer.runtime
         self.seen: Seen | None = None
         self.recorder: CpuCurve | None = None
+        self.shape: tuple[int, int, int] | None = None  # rows, tokens and targets of the recorded step
         self.steps = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -113,23 +115,20 @@ class MemoryWatch(TrainerCallback):
         """Figures for the results; draws the picture. Rank 0's."""
         if self.seen is None or not self.runtime.is_main:
             return {}
-        self.seen.planned = planned(self.cfg, getattr(self, "shape", None))
+        given = dict(zip(("rows", "length", "targets"), self.shape, strict=True)) if self.shape else {}
+        self.seen.planned = planned(self.cfg, "training", **given)
         draw(folder, self.seen)
         return self.seen.results()
 
 
-def planned(cfg: LoraRecipe, shape: tuple[int, int, int] | None) -> int | None:
-    """Bytes planned for a training step of (rows, tokens, targets), or for the configuration's largest; None: no plan."""
-    import dataclasses
-
+def planned(cfg: LoraRecipe, step: str, **given: Any) -> int | None:
+    """Bytes planned for a step of the run with `given` in place of the configuration's sizes; None: no plan, and it is said why."""
     from modeling.memory import plan
     from recipes.pipeline import memory_plan
 
     try:
         wanted = memory_plan.request(cfg)
-        work = next(iter(wanted.workloads.values()))
-        if shape is not None:
-            work = dataclasses.replace(work, rows=shape[0], length=shape[1], targets=shape[2])
+        work = dataclasses.replace(wanted.workloads[step], **given)
         return plan(wanted.build, work, wanted.setting, wanted.layers, wanted.fuse).nominal
     except (InputError, ValueError) as error:
         print(f"no memory plan: {error}", file=sys.stderr)
@@ -145,11 +144,6 @@ def step_shape(batches: list[dict[str, torch.Tensor]]) -> tuple[int, int, int]:
 
 def watch_prompt(generator: Generator, cfg: GenerateRecipe) -> Seen | None:
     """The forward of a prompt, once more and recorded; its time is in no figure. On a card the statistics so far."""
-    import dataclasses
-
-    from modeling.memory import plan
-    from recipes.pipeline import memory_plan
-
     runtime, decoder = generator.runtime, generator.decoder
     if decoder is None or runtime.world_size > 1 or runtime.kind == "lazy":
         return None
@@ -172,15 +166,8 @@ def watch_prompt(generator: Generator, cfg: GenerateRecipe) -> Seen | None:
             seen.curve = recorder.stop()
     else:
         seen.what, seen.curve = f"generation, {runtime.kind}'s statistics", [runtime._memory_bytes()[1]]
-    try:
-        wanted = memory_plan.request(cfg)
-        padded = any(len(prompt) < width for prompt in prompts)
-        room = {"rows": len(prompts), "length": width, "keys": decoder.cache.length, "masked": padded}
-        work = dataclasses.replace(wanted.workloads["prompt"], **room)
-        made = plan(wanted.build, work, wanted.setting, wanted.layers, wanted.fuse)
-        seen.planned = made.nominal
-    except (InputError, ValueError) as error:
-        print(f"no memory plan: {error}", file=sys.stderr)
+    padded = any(len(prompt) < width for prompt in prompts)
+    seen.planned = planned(cfg, "prompt", rows=len(prompts), length=width, keys=decoder.cache.length, masked=padded)
     return seen
 
 

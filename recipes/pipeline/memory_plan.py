@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import os
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.pipeline.config import (
-    AdapterKind,
     Attention,
     Batching,
     Dtype,
@@ -32,7 +29,6 @@ if TYPE_CHECKING:
 CARDS = {"Gaudi2": 94.62, "Gaudi3": 126.2, "H100": 79.1, "H200": 139.8}
 KIND_CARDS = {"hpu": "Gaudi2", "cuda": "H100"}
 HERE = "this machine"
-MOST_ROWS = 4096
 QUICK = (2, 3)  # layers traced where many plans are wanted
 
 
@@ -59,8 +55,10 @@ def plans(cfg: LoraRecipe, only: str | None = None, depths: tuple[int, int] | No
             for name, workload in wanted.workloads.items()
             if only in (None, name)
         }
+    except InputError:
+        raise
     except ValueError as error:
-        raise error if isinstance(error, InputError) else InputError(f"no plan: {error}") from error
+        raise InputError(f"no plan: {error}") from error
     return dict(sorted(found.items(), key=lambda item: -item[1].nominal))
 
 
@@ -91,7 +89,7 @@ def request(cfg: LoraRecipe) -> Request:
     setting = Setting(
         device=kind, lazy=runtime.lazy, ranks=ranks, zero_stage=stage, zero3=_zero3(zero),
         shared=cfg.generate.tensor_parallel if generating else 1,
-        offload_optimizer=_offloaded(zero, "offload_optimizer"), offload_weights=_offloaded(zero, "offload_param"),
+        offload_optimizer=offloaded(zero, "offload_optimizer"), offload_weights=offloaded(zero, "offload_param"),
         pipelined=cfg.runtime.pipelining_fwd_bwd, compound=int(size) if size else None,
         lazy_collectives=variables.get("PT_HPU_ENABLE_LAZY_COLLECTIVES") == "true",
     )  # fmt: skip
@@ -124,7 +122,7 @@ def _zero3(zero: dict) -> object:
     return Zero3(**said, leaves=leaves)
 
 
-def _offloaded(zero: dict, part: str) -> bool:
+def offloaded(zero: dict, part: str) -> bool:
     return (zero.get(part) or {}).get("device") in ("cpu", "nvme")
 
 
@@ -279,155 +277,6 @@ def capacity(name: str) -> float:
     raise InputError(f"card {name}: not known; there is {', '.join(known)}")
 
 
-# Options
-
-
-def options(cfg: LoraRecipe) -> Iterator[tuple[str, LoraRecipe]]:
-    """The configuration with one option changed, each that says something for it."""
-
-    def changed(name: str, change: Callable[[LoraRecipe], None]) -> tuple[str, LoraRecipe]:
-        other = copy.deepcopy(cfg)
-        change(other)
-        return name, other
-
-    def set_(group: str, field: str, value: object) -> tuple[str, LoraRecipe]:
-        shown = getattr(value, "name", value)
-        shown = str(shown).lower() if isinstance(shown, bool) else shown
-        return changed(f"{group}.{field}={shown}", lambda other: setattr(getattr(other, group), field, value))
-
-    generating, kind = isinstance(cfg, GenerateRecipe), device_kind(cfg)
-    lazy = lazy_mode(cfg.runtime, kind)
-    if generating:
-        yield set_("runtime", "in_place_residual", False)
-    if lazy:
-        yield set_("runtime", "mark_step", cfg.runtime.mark_step is False)
-        if generating and not cfg.runtime.layers_per_mark_step:
-            yield set_("runtime", "layers_per_mark_step", 10)
-    flash = Attention.fused_sdpa if kind == "hpu" else Attention.sdpa
-    eager = cfg.runtime.attention is Attention.eager
-    yield set_("runtime", "attention", flash if eager else Attention.eager)
-    if kind == "hpu" and not eager and not generating:
-        yield changed(
-            f"runtime.flash_attention_recompute={str(not cfg.runtime.flash_attention_recompute).lower()}",
-            lambda other: _recompute(other, not cfg.runtime.flash_attention_recompute),
-        )
-    if generating:
-        rows = cfg.generate.batch_size
-        if isinstance(rows, int) and rows > 1:
-            yield set_("generate", "batch_size", rows // 2)
-        if not cfg.generate.prefill_chunk:
-            yield set_("generate", "prefill_chunk", 256)
-        return
-    train = cfg.train
-    if not train.do_train:
-        return
-    yield set_("train", "gradient_checkpointing", not train.gradient_checkpointing)
-    yield set_("runtime", "loss_chunk", 10**9 if cfg.runtime.loss_chunk < 10**9 else 1024)
-    if train.per_device_train_batch_size > 1:
-        yield set_("train", "per_device_train_batch_size", train.per_device_train_batch_size // 2)
-    if cfg.adapter.kind is AdapterKind.lora and not cfg.adapter.path:
-        yield set_("adapter", "r", 2 * cfg.adapter.r)
-    if cfg.deepspeed:
-        for stage in {0, 2, 3} - {(cfg.deepspeed.get("zero_optimization") or {}).get("stage")}:
-            yield changed(f"ZeRO stage {stage}", lambda other, stage=stage: _stage(other, stage))
-        zero = cfg.deepspeed.get("zero_optimization") or {}
-        if zero.get("stage") == 3:
-            for part in ("offload_optimizer", "offload_param"):
-                if not _offloaded(zero, part):
-                    yield changed(f"{part} to the host", lambda other, part=part: _offload(other, part))
-
-
-def _recompute(cfg: LoraRecipe, wanted: bool) -> None:
-    cfg.runtime.attention, cfg.runtime.flash_attention_recompute = Attention.fused_sdpa, wanted
-
-
-def _stage(cfg: LoraRecipe, stage: int) -> None:
-    cfg.deepspeed.setdefault("zero_optimization", {})["stage"] = stage
-
-
-def _offload(cfg: LoraRecipe, part: str) -> None:
-    cfg.deepspeed["zero_optimization"][part] = {"device": "cpu"}
-
-
-# The largest that fits
-
-
-@dataclass(frozen=True)
-class Largest:
-    """Rows, or tokens, up to which a plan's high figure stays within the card."""
-
-    value: int | None  # None: not even the least
-    bound: str = ""  # why it ends there, where it is not the card
-
-
-def largest_rows(cfg: LoraRecipe, room: float) -> Largest:
-    """Rows of a batch that fit into `room` bytes."""
-    field = ("generate", "batch_size") if isinstance(cfg, GenerateRecipe) else ("train", "per_device_train_batch_size")
-    given = getattr(getattr(cfg, field[0]), field[1])
-    given = given if isinstance(given, int) else 1
-    return _largest(cfg, room, lambda other, n: setattr(getattr(other, field[0]), field[1], n), given, MOST_ROWS, 1)
-
-
-def largest_length(cfg: LoraRecipe, room: float) -> Largest:
-    """Tokens of a row (of a prompt) that fit, in steps of 128."""
-    from recipes.pipeline import generation_plan
-
-    limit = shape_of(cfg).max_position_embeddings
-    if isinstance(cfg, GenerateRecipe):
-        limit -= cfg.generate.max_new_tokens
-
-        def change(other: LoraRecipe, n: int) -> None:
-            other.generate.max_prompt_tokens, other.generate.length_bucket = n, 1
-
-    else:
-
-        def change(other: LoraRecipe, n: int) -> None:
-            other.data.max_seq_length = n
-
-    given = generation_plan.longest_prompt(cfg, False) if isinstance(cfg, GenerateRecipe) else cfg.data.max_seq_length
-    return _largest(cfg, room, change, given, limit, 128)
-
-
-def _largest(
-    cfg: LoraRecipe, room: float, change: Callable[[LoraRecipe, int], None], given: int, most: int, step: int
-) -> Largest:
-    name = next(iter(plans(cfg, depths=QUICK)))  # of the run's steps the one that decides
-    seen: dict[int, int] = {}
-
-    def fits(places: int) -> bool:
-        if places not in seen:
-            other = copy.deepcopy(cfg)
-            change(other, places * step)
-            seen[places] = main_plan(other, name).high
-        return seen[places] <= room
-
-    last = most // step
-    low, high = 0, last + 1  # in steps: low fits, high does not
-    guess = min(max(1, given // step), last)
-    while high - low > 1:
-        if fits(guess):
-            low = guess
-        else:
-            high = guess
-        guess = min(max(_meets(seen, room, guess), low + 1), high - 1)
-    if low == 0:
-        return Largest(None)
-    bound = "the most that was looked at" if step == 1 else "the model's positions"
-    return Largest(low * step, bound if low == last else "")
-
-
-def _meets(seen: dict[int, int], room: float, near: int) -> int:
-    """Where memory meets the room, by the parabola (or line) through the places seen that are nearest to it."""
-    import numpy as np
-
-    places = sorted(seen, key=lambda place: abs(seen[place] - room))[:3]
-    if len(places) == 1:
-        return near // 2 if seen[near] > room else 2 * near
-    curve = np.polynomial.Polynomial.fit(places, [seen[place] - room for place in places], len(places) - 1)
-    roots = [float(root.real) for root in curve.roots() if abs(root.imag) < 1e-9]
-    return int(min(roots, key=lambda root: abs(root - places[0]))) if roots else (min(places) + max(places)) // 2
-
-
 # Text
 
 
@@ -452,6 +301,3 @@ def lines(cfg: LoraRecipe, card: str | None = None) -> list[str]:
     text.append(f"              {made.verdict(room)} on {card} ({room / GIB:.1f} GiB); the peak: {made.where}")
     text.append("              more: python scripts/plan.py, with the same arguments")
     return text
-
-
-__all__ = ["CARDS", "Largest", "capacities", "largest_length", "largest_rows", "lines", "options", "plans", "request"]

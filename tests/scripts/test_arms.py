@@ -12,7 +12,7 @@ from recipes.pipeline.compose import compose_here
 from recipes.pipeline.config import InputError
 from scripts.arms import Arm, _arms, _outcome, _split, _split_rows, describe
 from scripts.comparison import Verdict
-from scripts.parity import parse
+from scripts.parity import main, parse
 from scripts.ready_arms import READY
 from scripts.results import REPOSITORY, Result
 
@@ -40,6 +40,27 @@ def test_ready_arms_are_configurations(name):
         cfg = compose_here(["+experiment=tiny", *(item for item in arm if not item.startswith("ranks="))])
         chosen.append((str(cfg), [item for item in arm if item.startswith("ranks=")]))
     assert len({str(one) for one in chosen}) == len(READY[name]) >= 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--baseline", "smoke"], "--baseline belongs to one finished RUN"),
+        (["--junit", "x.xml"], "--junit belongs to one finished RUN"),
+        (["--record", "mine"], "--record belongs to one finished RUN"),
+        (["--repeats", "0"], "--repeats 0"),
+    ],
+)
+def test_options_that_arms_do_not_take(options, said, capsys):
+    with pytest.raises(SystemExit) as status:
+        main(["--arms", "kernels", "+experiment=tiny", *options])
+    assert status.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_every_repeat_is_compared():
+    """A difference in the second repeat only is a difference."""
+    outcome = _outcome(arm_of("arm", [1.0, 1.01]), arm_of("first", [1.0, 1.0]), parse(["--ab", "seed=1,2"]))
+    assert outcome.verdict is Verdict.DIFFERS
 
 
 def test_several_ab_options_are_all_combinations():

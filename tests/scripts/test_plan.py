@@ -1,0 +1,101 @@
+"""plan.py: the table is the README's, the terms are the run's, bad input is one line. Plans themselves: tests/modeling/test_plan.py."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from recipes.pipeline.memory_plan import capacity
+from scripts.measured_memory import figures, rows, table
+from scripts.plan import main
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# What tensors alone do not explain; the others must come out of the code within what was set before
+MISSED = ["inference, no flash attention, before", "inference, no flash attention: before less after"]
+
+
+@pytest.mark.slow
+def test_the_table_of_measured_figures_is_the_readmes_with_its_misses():
+    found = rows()
+    assert [row.name for row in found if row.reproduced is False] == MISSED
+    printed = table(found).splitlines()
+    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8").splitlines()
+    start = readme.index(printed[0])
+    assert readme[start : start + len(found) + 2] == printed[: len(found) + 2]
+
+
+def test_the_measured_figures_are_the_published_ones():
+    published = json.loads((REPOSITORY / "tests" / "facts.json").read_text())["training_llama2_70b_lora_8_gaudi2"]
+    known = figures()
+    for state in ("before", "after"):
+        assert known["training"]["peak"][state] == published[state]["max_memory_allocated (GB)"]
+        assert known["training"]["end"][state] == published[state]["memory_allocated (GB)"]
+    assert known["inference"]["without_flash_attention"] == {"before": 86, "after": 66}
+    assert known["inference"]["with_flash_attention"] == {"before": 70, "after": 59}
+
+
+@pytest.fixture
+def printed(capsys):
+    def run(*arguments):
+        main(list(arguments))
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_the_report_names_terms_tensors_and_cards(printed, tmp_path):
+    out = printed("+experiment=tiny", "runtime=cpu", "--quick", "--html", str(tmp_path / "plan.html"))
+    for part in ("training: 4 rows of", "weights", "kept for backward", "tensors at the peak", "Gaudi2", "assumed"):
+        assert part in out, part
+    page = (tmp_path / "plan.html").read_text()
+    assert "data:image" in page and not re.findall(r'(?:src|href)="(?!data:)', page)  # self-contained
+
+
+def test_json_adds_up(printed):
+    plans = json.loads(printed("+experiment=tiny", "runtime=cpu", "--quick", "--json"))["plans"]
+    assert set(plans) == {"training", "evaluation"}
+    for made in plans.values():
+        assert made["eager"] == sum(made["static"].values()) + sum(made["peak"].values())
+        assert made["low"] <= made["nominal"] <= made["high"]
+
+
+def test_two_configurations_term_by_term(printed):
+    out = printed("+experiment=tiny", "runtime=cpu", "--compare", "adapter.r=16")
+    line = next(line for line in out.splitlines() if line.startswith("optimizer"))
+    assert "second: adapter.r=16" in out and len(line.split()) == 4
+
+
+@pytest.mark.slow
+def test_options_and_the_largest_batch(printed):
+    """The batch that is said to fit fits, and one row more does not."""
+    arguments = ("+experiment=smoke", "runtime=cpu", "--json", "--card", "H100")
+    found = json.loads(printed(*arguments))
+    assert found["options"]["train.per_device_train_batch_size=4"] < 0 < found["options"]["adapter.r=16"]
+    rows, bound = found["largest"]["rows"]
+    assert bound == "" and rows > 1
+
+    def high(batch):
+        given = f"train.per_device_train_batch_size={batch}"
+        plans = json.loads(printed(*arguments, given, "--quick"))["plans"]
+        return max(plan["high"] for plan in plans.values())
+
+    assert high(rows) <= capacity("H100") < high(rows + 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["+experiment=tiny", "train.per_device_train_batch_size=0"], "train.per_device_train_batch_size=0: takes 1 or more"),
+        (["+experiment=smoke", "data.max_seq_length=9000"], "data.max_seq_length is 9000, above the model's max_position_embeddings 8192"),
+        (["+experiment=70b_generate", "generate.tensor_parallel=3"], "generate.tensor_parallel=3"),
+        (["+experiment=tiny", "--card", "Gaudi9"], "card Gaudi9: not known; there is Gaudi2"),
+        (["+experiment=tiny", "--html", "nowhere/plan.html"], "no folder nowhere"),
+        (["+experiment=tiny", "--kard", "x"], "unrecognized arguments: --kard"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line_and_exit_2(arguments, said, capsys):
+    with pytest.raises(SystemExit) as status:
+        main([*arguments, *(["--quick"] if "--kard" not in arguments else [])])
+    err = capsys.readouterr().err
+    assert status.value.code == 2 and said in err and len(err.strip().splitlines()) == 1
