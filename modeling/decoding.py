@@ -3,9 +3,10 @@
 B rows, S new tokens, T keys, H hidden, N heads, K key/value heads, D head dim, V vocabulary, R adapter rank.
 
 A decoding step is bound by reading the weights and by the host's work per op. So q, k and v are one product, gate and up are
-one, the residual add is part of the product before it, and rotation is one op for queries and keys. Weights are stored
-(inputs, outputs): a product with few rows then reads them in order. Not for graphs, compilers, training or tensor parallelism;
-there is no seam here: nothing of a step can be seen from outside, and nothing of it is lazy.
+one, the residual add is part of the product before it, and rotation is one op for queries and keys. Weights are stored along
+their longer side, and the head is cut into blocks: a product with few rows then reads memory in order. Not for graphs,
+compilers, training or tensor parallelism; there is no seam here: nothing of a step can be seen from outside, and nothing of it
+is lazy.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch.nn import functional as F
 from modeling.cache import ReusedKeyValues
 from modeling.execution import Execution
 from modeling.llama import LlamaForCausalLM, LlamaHead
+
+HEAD_BLOCK = 1024  # rows of the head in one product
 
 
 class LowRank(NamedTuple):
@@ -44,7 +47,9 @@ class Product:
     """Several linear modules of one input as one; their weights become views of the joined one, so no memory is added."""
 
     def __init__(self, modules: Sequence[nn.Module], adapters: Sequence[LowRank | None]) -> None:
-        joined = torch.cat([module.weight.data for module in modules]).t().contiguous()  # (inputs, outputs)
+        joined = torch.cat([module.weight.data for module in modules]).t()  # (inputs, outputs)
+        if joined.shape[0] <= joined.shape[1]:
+            joined = joined.contiguous()
         start = 0
         for module in modules:
             end = start + module.weight.shape[0]
@@ -93,7 +98,7 @@ class FusedDecoder:
         first = base.layers[0].self_attn
         self.head_dim, self.eps = first.head_dim, config.rms_norm_eps
         self.heads, self.key_heads = config.num_attention_heads, config.num_key_value_heads
-        self.embed, self.norm, self.head = base.embed_tokens, base.norm.weight.data, model.lm_head
+        self.embed, self.norm, self.head = base.embed_tokens, base.norm.weight.data, model.lm_head.weight.data
         self.layers = [_layer(layer, adapted) for layer in base.layers]
         cos, sin = base.rotary_emb(torch.arange(length, device=self.norm.device).unsqueeze(0))
         half = self.head_dim // 2
@@ -119,7 +124,20 @@ class FusedDecoder:
             x = layer.down(F.silu(gate).mul_(up), x)
         cache.advance(count)
         last = x.view(rows, count, -1)[:, -1]
-        return self.head(self._norm(last, self.norm))
+        return self._scores(self._norm(last, self.norm))
+
+    def _scores(self, x: Tensor) -> Tensor:
+        """x (B, H) -> (B, V). On a CPU one product with a table of this height reads it at half the memory's speed."""
+        rows, height = len(x), len(self.head)
+        if x.device.type != "cpu" or x.dtype is not torch.float32 or height % 2:
+            return F.linear(x, self.head)
+        if rows == 1:
+            return torch.bmm(self.head.view(2, height // 2, -1), x.t().expand(2, -1, 1)).view(1, height)
+        out = x.new_empty(rows, height)
+        for start in range(0, height, HEAD_BLOCK):
+            block = slice(start, start + HEAD_BLOCK)
+            torch.mm(x, self.head[block].t(), out=out[:, block])
+        return out
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         # ops.rms_norm's formula in its input's own precision's fewest ops
