@@ -1,0 +1,61 @@
+"""Plans of whole runs against the resident memory of the processes that run them (Linux)."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes.pipeline.compose import compose_here
+from recipes.pipeline.memory_plan import plans
+
+PROGRAM = str(Path(__file__).with_name("resident_run.py"))
+MIB = 1024**2
+# About 118 M parameters: what the process takes beside tensors (libraries, threads) is small against it
+SHAPE = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "vocab_size": 4096,
+}
+RUN = [
+    "+experiment=tiny", "runtime=cpu", "data.batching=concatenated", "data.loss_on=all", "data.max_seq_length=256",
+    "train.max_steps=2", "train.eval_strategy=no", "train.per_device_train_batch_size=2", "train.tensorboard=false",
+    *(f"model.config.{name}={size}" for name, size in SHAPE.items()),
+]  # fmt: skip
+# Freed memory goes back to the system at once, so that what is resident is what is in use
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+
+
+def resident(folder: Path, overrides: list[str]) -> int:
+    """Bytes above what was there before the model."""
+    command = [sys.executable, PROGRAM, str(folder), *overrides]
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=400, env={**os.environ, **ENVIRONMENT}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return int(done.stdout.split("RESIDENT ")[1].split()[0])
+
+
+EVALUATION = ["train.do_train=false", "train.per_device_eval_batch_size=8"]
+CHECKPOINTS = ["train.do_eval=false", "train.gradient_checkpointing=true", "train.per_device_train_batch_size=4"]
+EAGER = [*EVALUATION, "runtime.attention=eager", "model.dtype=bfloat16"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["train.do_eval=false"], id="LoRA"),
+        pytest.param(EVALUATION, id="evaluation"),
+        pytest.param(CHECKPOINTS, id="checkpoints", marks=pytest.mark.benchmark),
+        pytest.param(EAGER, id="evaluation, eager attention, bf16", marks=pytest.mark.benchmark),
+    ],
+)
+def test_a_plan_is_a_process_resident_memory(options, tmp_path):
+    planned = next(iter(plans(compose_here(RUN + options)).values())).eager
+    seen = resident(tmp_path, RUN + options)
+    assert planned == pytest.approx(seen, abs=max(0.05 * seen, 40 * MIB)), (planned / MIB, seen / MIB)
