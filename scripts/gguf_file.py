@@ -150,13 +150,14 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path, config: LlamaConfig) -> Non
     described = read_json(file)
     model, added = described["model"], {token["id"]: token for token in described["added_tokens"]}
     parts = _flat(described.get("pre_tokenizer"))
-    sentencepiece = bool(model.get("byte_fallback"))
-    if model.get("type") != "BPE" or not (sentencepiece or any(part["type"] == "ByteLevel" for part in parts)):
+    byte_level = any(part["type"] == "ByteLevel" for part in parts)  # then byte_fallback, if set, never takes effect
+    sentencepiece = bool(model.get("byte_fallback")) and not byte_level
+    if model.get("type") != "BPE" or not (sentencepiece or byte_level):
         raise InputError(f"--gguf: {file.name} is neither byte-level BPE nor SentencePiece BPE; merge without --gguf")
     tokens: list[str] = [f"[PAD{n}]" for n in range(config.vocab_size)]
     types: list[int] = [TokenType.UNUSED] * config.vocab_size
     for token, index in (model["vocab"] | {t["content"]: i for i, t in added.items()}).items():
-        tokens[index], types[index] = token, _type(token, index, model, added)
+        tokens[index], types[index] = token, _type(token, index, model if sentencepiece else {}, added)
     writer.add_tokenizer_model("llama" if sentencepiece else "gpt2")
     writer.add_tokenizer_pre("default" if sentencepiece else _cut(parts))
     writer.add_token_list(tokens)

@@ -327,6 +327,21 @@ def test_gguf_is_read_back_as_the_same_model(tmp_path, kind):
         assert AutoTokenizer.from_pretrained(folder)(text).input_ids == tokenizer(kind)(text).input_ids
 
 
+def test_a_byte_level_tokenizer_that_says_byte_fallback_is_no_sentencepiece(tmp_path):
+    """As transformers converts one from GGUF; told that it is SentencePiece, llama.cpp dies over the missing byte tokens."""
+    from gguf import GGUFReader
+
+    base = save_base(tmp_path / "b", "bytes")
+    file = base / "tokenizer.json"
+    described = json.loads(file.read_text())
+    described["model"]["byte_fallback"] = True
+    file.write_text(json.dumps(described))
+    assert run("--adapter", save_adapter(base, tmp_path / "a"), "--output", tmp_path / "out", "--gguf") == 0
+    fields = GGUFReader(tmp_path / "out" / "out-BF16.gguf").fields
+    assert fields["tokenizer.ggml.model"].contents() == "gpt2"
+    assert "tokenizer.ggml.scores" not in fields
+
+
 def test_sentencepiece_scores_order_the_merges(tmp_path):
     from gguf import GGUFReader
 
