@@ -138,7 +138,7 @@ def test_float32_equals_merge_and_unload_bit_by_bit(base, tmp_path, options):
     oracle = live(base, adapter)
     wanted = logits(oracle)
     assert (wanted - of_folder(base)).abs().max() > 0.05
-    assert (logits(found) - wanted).abs().max() < 1e-3  # C10's bound for float32
+    assert (logits(found) - wanted).abs().max() < 1e-3  # float32's bound
     for name, tensor in oracle.merge_and_unload().state_dict().items():
         assert torch.equal(found.state_dict()[name], tensor), name
 

@@ -28,7 +28,7 @@ RUN = [
 # Freed memory goes back to the system at once, so that what is resident is what is in use
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
+pytestmark = pytest.mark.slow
 
 
 def resident(folder: Path, overrides: list[str]) -> int:
