@@ -1,3 +1,4 @@
+import gc
 import os
 import subprocess
 import sys
@@ -47,6 +48,7 @@ def test_memory_is_the_process_in_gib():
     import torch
 
     runtime = Runtime("cpu", lazy=False)
+    gc.collect()  # other tests' models; one that goes between the two readings would hide the block
     before = runtime.memory()
     assert set(before) == {"memory_allocated (GB)", "max_memory_allocated (GB)", "total_memory_available (GB)"}
     block = torch.ones(64 * 2**20)  # 0.25 GiB
