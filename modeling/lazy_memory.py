@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import bisect
 import re
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from modeling.liveness import Buffer, Tape
 
 LAYER = re.compile(r"\.\d+(?=\.|$)")
-BY_SIZE, GATHERED = "compound size", "gathered weights"
+BY_SIZE, GATHERED, STAGED = "compound size", "gathered weights", "collective's staging"
 VIEWS = (
     "view",
     "t.default",
@@ -83,7 +84,7 @@ def graphs(
         first, final = _graph(places, buffer.born), len(places) - 1
         if buffer.died is not None:
             final = _graph(places, max(buffer.born, min(buffer.died, last) - 1))
-        if first == final and buffer.died is not None and buffer.kind != GATHERED:
+        if first == final and buffer.died is not None and buffer.kind not in (GATHERED, STAGED):
             inside[first].append(buffer)
             continue
         for change, end in ((soon, final), (late, min(waits[final], final + lag))):
@@ -128,14 +129,13 @@ def _peak(buffers: list[Buffer], scratch: list[tuple[int, int]], end: int, wait:
     return peak
 
 
-def lazy_peak(found: list[Graph], late: bool = False) -> tuple[int, int, int]:
+def lazy_peak(found: list[Graph]) -> tuple[int, int, int]:
     """(peak, index of its graph, workspace at the end): persistent memory and a workspace that only grows."""
     workspace, best, where = 0, -1, 0
     for n, graph in enumerate(found):
-        workspace = max(workspace, graph.unshared if late else graph.workspace)
-        persistent = graph.late if late else graph.persistent
-        if persistent + workspace > best:
-            best, where = persistent + workspace, n
+        workspace = max(workspace, graph.workspace)
+        if graph.persistent + workspace > best:
+            best, where = graph.persistent + workspace, n
     return best, where, workspace
 
 
@@ -148,62 +148,176 @@ class Zero3:
 
     persistence: int = 100_000  # smaller weights stay whole
     reuse: int = 1_000_000_000  # a weight that is used again within so many stays
-    prefetch: int = 50_000_000  # gathered ahead
+    prefetch: int = 50_000_000  # gathered ahead, at least
     live: int = 1_000_000_000  # nothing is gathered ahead beyond so many
     leaves: tuple[str, ...] = ()  # classes of modules that are gathered whole
 
 
+Weight = tuple[str, int]  # module, and its place among what is gathered with it
+
+
 def units(
-    parameters: dict[str, list[tuple[int, int, bool]]], classes: dict[str, str], zero: Zero3
-) -> dict[str, tuple[int, int]]:
-    """(numbers, bytes) that are gathered together, by module."""
-    found: dict[str, tuple[int, int]] = {}
-    whole = [name for name, kind in classes.items() if kind in zero.leaves]
+    parameters: dict[str, list[tuple[int, int, bool]]], leaves: list[str], zero: Zero3
+) -> dict[str, list[tuple[int, int]]]:
+    """(numbers, bytes) of each weight that is gathered, by the module that they are gathered for; adapters last, as they are made."""
+    found: dict[str, list[tuple[int, int]]] = {}
+    late: dict[str, list[tuple[int, int]]] = {}
     for name, own in parameters.items():
-        around = next((leaf for leaf in whole if name == leaf or name.startswith(f"{leaf}.")), name)
-        large = [(numbers, size) for numbers, size, _ in own if numbers > zero.persistence]
-        if large:
-            numbers, size = found.get(around, (0, 0))
-            found[around] = numbers + sum(n for n, _ in large), size + sum(s for _, s in large)
-    return found
+        around = next((leaf for leaf in leaves if name == leaf or name.startswith(f"{leaf}.")), name)
+        for numbers, size, trained in own:
+            if numbers > zero.persistence:
+                (late if trained else found).setdefault(around, []).append((numbers, size))
+    return {name: found.get(name, []) + late.get(name, []) for name in (*found, *(n for n in late if n not in found))}
 
 
-def gathers(tape: Tape, parameters: dict[str, tuple[int, int]], zero: Zero3) -> list[Buffer]:
-    """parameters: of `units`. The whole weights of a step, each from its gathering to its release, as DeepSpeed's coordinator decides.
+@dataclass
+class _Gather:
+    """One collective: its buffer, out of which each weight is copied when the first of them is wanted."""
 
-    A use is a module's forward, its repetition under a checkpoint, or its part of backward. Released after a use, unless the
-    next one comes before `reuse` further parameters are used. While one is used, the next up to `prefetch` are gathered.
+    weights: list[Weight]
+    flat: Buffer | None  # None: a single weight lies in it and is not copied
+    left: int  # weights not asked for yet; DeepSpeed's handle holds the buffer until the last is
+    copied: bool = False
+
+
+@dataclass
+class Gathers:
+    """The whole weights of a step, and the ops before which a collective runs."""
+
+    buffers: list[Buffer]
+    breaks: list[tuple[int, str]]
+
+
+def gathers(
+    tape: Tape,
+    parameters: dict[str, list[tuple[int, int, bool]]],
+    classes: dict[str, str],
+    zero: Zero3,
+    staged: bool = False,
+) -> Gathers:
+    """What DeepSpeed's coordinator (runtime/zero/partitioned_param_coordinator.py) gathers in a step.
+
+    parameters: (numbers, bytes, trained) of each module's own, in order; classes: its class's name. A use is a module's forward,
+    its repetition under a checkpoint, or its part of backward. It gathers what is not there, in one collective, and copies each
+    weight out of it; then gathers ahead, in the order of use: weights of `prefetch` numbers at least, each time, until `live` are
+    there. Released after a use, unless the next one comes before `reuse` further numbers are used.
+    staged: the collective takes a second buffer of the same size while it runs (gloo).
     """
-    uses = _uses(tape, parameters)
-    found: list[Buffer] = []
-    held: dict[str, Buffer] = {}
-    for n, (_, end, name, phase) in enumerate(uses):
-        numbers, size = parameters[name]
-        if (buffer := held.get(name)) is None:
-            start = _ahead(uses, n, parameters, held, zero)
-            buffer = held[name] = Buffer(size, start, end, "all_gather", name, "", phase, (numbers,), "", GATHERED)
-            found.append(buffer)
-        buffer.died = end
-        if (again := _used_again(uses, n, parameters, zero.reuse)) is None:
-            del held[name]
-        else:
-            buffer.died = uses[again][1]
-    return found
+    leaves = [name for name, kind in classes.items() if kind in zero.leaves]
+    weights = units(parameters, leaves, zero)
+    return _Coordinator(_uses(tape, weights, leaves), weights, zero, staged).step()
 
 
-def _uses(tape: Tape, cut_up: dict[str, tuple[int, int]]) -> list[tuple[int, int, str, str]]:
-    """(begin, end, module, phase) of each use of a weight that is cut, in order."""
-    uses = [(v.begin, max(v.end, v.begin + 1), v.module, v.phase) for v in tape.visits if v.module in cut_up]
-    inside = [(v.begin, v.end) for v in tape.visits if v.module in cut_up]
-    forward = {op for begin, end in inside for op in range(begin, end)}
+class _Coordinator:
+    def __init__(
+        self,
+        uses: list[tuple[int, int, str, str]],
+        parameters: dict[str, list[tuple[int, int]]],
+        zero: Zero3,
+        staged: bool,
+    ) -> None:
+        self.uses, self.parameters, self.zero, self.staged = uses, parameters, zero, staged
+        self.last = max((end for _, end, _, _ in uses), default=0)
+        self.queue = deque((n, weight) for n, use in enumerate(self.uses) for weight in self._weights(use[2]))
+        self.there: dict[Weight, Buffer] = {}
+        self.running: dict[Weight, _Gather] = {}
+        self.passed: dict[Weight, int] = {}  # the last use that gathering ahead has gone by
+        self.found = Gathers([], [])
+
+    def step(self) -> Gathers:
+        for n, (begin, end, name, phase) in enumerate(self.uses):
+            own = self._weights(name)
+            self._gather([w for w in own if w not in self.there and w not in self.running], begin, begin, phase)
+            for weight in own:
+                self._wait(weight, begin, phase)
+                self.there[weight].died = end
+            self._ahead(n, begin, min(begin + 1, end - 1), phase)
+            again = self._used_again(n)
+            for weight in own:
+                if again or self.passed.get(weight, n) > n:
+                    self.there[weight].died = self.last  # until another use says otherwise
+                else:
+                    del self.there[weight]
+        return self.found
+
+    def _weights(self, name: str) -> list[Weight]:
+        return [(name, n) for n in range(len(self.parameters.get(name, ())))]
+
+    def _numbers(self, weight: Weight) -> int:
+        return self.parameters[weight[0]][weight[1]][0]
+
+    def _buffer(self, size: int, born: int, died: int, op: str, module: str, phase: str, kind: str) -> Buffer:
+        buffer = Buffer(size, born, died, op, module, "", phase, (), "", kind)
+        self.found.buffers.append(buffer)
+        return buffer
+
+    def _gather(self, weights: list[Weight], place: int, born: int, phase: str) -> None:
+        if not weights:
+            return
+        name = weights[0][0]
+        size = sum(self.parameters[w[0]][w[1]][1] for w in weights)
+        self.found.breaks.append((place, f"gathering {name}"))
+        if self.staged and born > place:  # else it is gone before the copies, which are as large, are made
+            self._buffer(size, born, born + 1, "collective", name, phase, STAGED)
+        flat = self._buffer(size, born, born + 1, "all_gather", name, phase, GATHERED)
+        if len(weights) == 1:
+            self.there[weights[0]] = flat
+            flat = None
+        gather = _Gather(weights, flat, len(weights))
+        self.running.update(dict.fromkeys(weights, gather))
+
+    def _wait(self, weight: Weight, place: int, phase: str) -> None:
+        gather = self.running.pop(weight, None)
+        if gather is None:
+            return
+        gather.left -= 1
+        if gather.flat is None:
+            return
+        if not gather.copied:
+            gather.copied = True
+            for name, n in gather.weights:
+                size = self.parameters[name][n][1]
+                self.there[name, n] = self._buffer(size, place, self.last, "cat", name, phase, GATHERED)
+        gather.flat.died = max(gather.flat.born, place) + 1 if not gather.left else self.last
+
+    def _ahead(self, n: int, place: int, born: int, phase: str) -> None:
+        while self.queue and self.queue[0][0] <= n:
+            self.queue.popleft()
+        present = sum(self._numbers(weight) for weight in self.there.keys() | self.running.keys())
+        taken, numbers = [], 0
+        while self.queue and numbers < min(self.zero.prefetch, self.zero.live - present):
+            use, weight = self.queue.popleft()
+            self.passed[weight] = use
+            if weight not in self.there and weight not in self.running and weight not in taken:
+                taken.append(weight)
+                numbers += self._numbers(weight)
+        self._gather(taken, place, born, phase)
+
+    def _used_again(self, n: int) -> bool:
+        name, passed = self.uses[n][2], 0
+        for _, _, other, _ in self.uses[n + 1 :]:
+            if passed >= self.zero.reuse:
+                return False
+            if other == name:
+                return True
+            passed += sum(numbers for numbers, _ in self.parameters.get(other, ()))
+        return False
+
+
+def _uses(tape: Tape, weights: dict, leaves: list[str]) -> list[tuple[int, int, str, str]]:
+    """(begin, end, module, phase) of each module's forward, and of backward those of modules that have a weight which is cut."""
+    inside = tuple(f"{leaf}." for leaf in leaves)
+    visits = [v for v in tape.visits if not v.module.startswith(inside)]
+    uses = [(v.begin, max(v.end, v.begin + 1), v.module, v.phase) for v in visits]
+    forward = {op for v in visits if v.module in weights for op in range(v.begin, v.end)}
     current: dict[str, list[int]] = {}
     for n, op in enumerate(tape.ops):
-        if op.phase == "backward" and n not in forward and (owner := _owner(op.module, cut_up)):
+        if op.phase == "backward" and n not in forward and (owner := _owner(op.module, weights)):
             span = current.setdefault(owner, [n, n + 1])
             span[1] = n + 1
     # one backward of each module in a step: its span is whole
     uses += [(span[0], span[1], name, "backward") for name, span in current.items()]
-    return sorted(uses)
+    return sorted(uses, key=lambda use: (use[0], -use[1]))
 
 
 def _owner(module: str, cut_up: dict) -> str:
@@ -211,32 +325,6 @@ def _owner(module: str, cut_up: dict) -> str:
     while module and module not in cut_up:
         module = module.rpartition(".")[0]
     return module
-
-
-def _used_again(uses: list, n: int, parameters: dict, reuse: int) -> int | None:
-    name, passed = uses[n][2], 0
-    for later in range(n + 1, len(uses)):
-        if passed >= reuse:
-            return None
-        if uses[later][2] == name:
-            return later
-        passed += parameters[uses[later][2]][0]
-    return None
-
-
-def _ahead(uses: list, n: int, parameters: dict, held: dict[str, Buffer], zero: Zero3) -> int:
-    # The earliest use during which this weight is fetched ahead: what lies between is less than a bucket, and room is left
-    present = sum(parameters[name][0] for name in held)
-    place, between = n, 0
-    while place > 0 and between < min(zero.prefetch, zero.live - present):
-        place -= 1
-        between += 0 if uses[place][2] in held else parameters[uses[place][2]][0]
-    return uses[place][0]
-
-
-def gather_breaks(found: Iterable[Buffer]) -> list[tuple[int, str]]:
-    """A gathering is a collective, and runs what waits."""
-    return [(buffer.born, f"gathering {buffer.module}") for buffer in found]
 
 
 def with_added(tape: Tape, added: Iterable[Buffer]) -> list[int]:
@@ -248,4 +336,4 @@ def with_added(tape: Tape, added: Iterable[Buffer]) -> list[int]:
     return curve
 
 
-__all__ = ["Graph", "Zero3", "cuts", "gather_breaks", "gathers", "graphs", "lazy_peak", "units", "with_added"]
+__all__ = ["Gathers", "Graph", "Zero3", "cuts", "gathers", "graphs", "lazy_peak", "with_added"]

@@ -17,9 +17,9 @@ import torch
 from transformers import LlamaConfig
 
 from modeling import stand_ins
-from modeling.lazy_memory import Zero3, cuts, gather_breaks, gathers, graphs, lazy_peak, units, with_added
+from modeling.lazy_memory import LAYER, Gathers, Graph, Zero3, cuts, gathers, graphs, lazy_peak, with_added
 from modeling.liveness import Buffer, Tape, aten
-from modeling.rehearsal import Build, Fuse, Rehearsal, Workload, rehearse
+from modeling.rehearsal import Build, Fuse, Rehearsal, Workload, on_meta, rehearse
 
 MASTER_AND_MOMENTS = 12  # float32 copy, first and second moment of Adam
 MOMENTS = 8  # Adam on float32 parameters needs no copy
@@ -165,6 +165,9 @@ def plan(
     build(n, cut) makes a rank's model of n layers on the meta device, with its execution, adapter and checkpointing, and calls
     cut(cause) where a lazy graph ends. A deeper model than `depths` is traced at these two and extended linearly.
     """
+    if setting.zero_stage == 3:
+        ahead = _layers_ahead(build, setting.zero3)
+        depths = (depths[0] + ahead, depths[1] + ahead)
     traced = [layers] if layers <= depths[1] else list(depths)
     found = [_figures(build, workload, setting, depth, fuse) for depth in traced]
     last = found[-1]
@@ -177,14 +180,23 @@ def plan(
 
     static = {term: at("static", term) for term in last.numbers["static"]}
     peak = {kind: at("peak", kind) for kind in last.numbers["peak"]}
+    # The highest place may be another in a deeper model: each is a straight line of its own
+    shared = [place for place in last.numbers["high places"] if all(place in f.numbers["high places"] for f in found)]
+    high = max(at("nominal"), *(at("high places", place) for place in shared))
     graph = None
     if setting.lazy:
         graph = GraphUse(at("graphs"), last.cause, at("persistent"), at("workspace"))
     return Plan(
         workload=workload, setting=setting, layers=layers, static=static, peak=peak, top=_extended(found, traced, layers),
-        eager=at("eager"), nominal=at("nominal"), high=at("high"), end=at("end"), where=last.where, graph=graph,
+        eager=at("eager"), nominal=at("nominal"), high=high, end=at("end"), where=last.where, graph=graph,
         assumptions=_assumptions(workload, setting, layers, traced), curve=last.curve, traced=traced[-1],
     )  # fmt: skip
+
+
+def _layers_ahead(build: Build, zero: Zero3) -> int:
+    """Layers that are gathered ahead: so many more have to be traced until one layer more is like the one before."""
+    one, two = (sum(p.numel() for p in on_meta(build, depth).parameters()) for depth in (1, 2))
+    return 2 * (min(zero.prefetch, zero.live) // (two - one))
 
 
 @dataclass
@@ -208,24 +220,31 @@ def _figures(build: Build, workload: Workload, setting: Setting, layers: int, fu
         zero3=whole,
     )
     tape = run.tape
-    added = gathers(tape, units(run.parameters, run.classes, setting.zero3), setting.zero3) if whole else []
+    gathered = Gathers([], [])
+    if whole:
+        gathered = gathers(tape, run.parameters, run.classes, setting.zero3, staged=setting.device == "cpu")
+    added = gathered.buffers
     curve = with_added(tape, added)
     static = _static(run, workload, setting)
     place = max(range(len(curve)), key=curve.__getitem__)
     numbers: dict[str, Any] = {"static": static, "eager": sum(static.values()) + curve[place]}
-    numbers |= {"nominal": numbers["eager"], "high": numbers["eager"], "end": sum(static.values()) + _left(tape)}
+    numbers |= {
+        "nominal": numbers["eager"],
+        "high places": {"": numbers["eager"]},
+        "end": sum(static.values()) + _left(tape),
+    }
     cause = ""
     if setting.lazy:
         joined = {"collective": setting.lazy_collectives, "forward ends": not setting.pipelined}
         causes = [(op, cause) for op, cause in tape.breaks if not joined.get(cause)]
-        ends = cuts(tape, [*causes, *gather_breaks(added)], setting.compound)
+        ends = cuts(tape, [*causes, *gathered.breaks], setting.compound)
         found = graphs(tape, ends, added, setting.delay, setting.lag)
         base = sum(static.values())
         peak, where, held = lazy_peak(found)
         cause = found[where].cause
         numbers |= {
             "nominal": base + peak,
-            "high": base + lazy_peak(found, late=True)[0],
+            "high places": _late_by_place(found, tape, base, layers),
             "end": base + held + _left(tape),
         }
         numbers |= {"persistent": base + found[where].persistent, "workspace": peak - found[where].persistent}
@@ -239,6 +258,20 @@ def _figures(build: Build, workload: Workload, setting: Setting, layers: int, fu
         part for part in (op.name, f"in {FRACTION.sub('*', op.module)}" if op.module else "", op.line, op.phase) if part
     )
     return _Figures(numbers, _grouped(alive, tape), where, cause, _curve(tape, added))
+
+
+def _late_by_place(found: list[Graph], tape: Tape, base: int, layers: int) -> dict[str, int]:
+    """The high figure by phase and by the layer's distance from the nearer end of the model."""
+    highest: dict[str, int] = {}
+    workspace, place = 0, ""
+    for graph in found:
+        workspace = max(workspace, graph.unshared)
+        op = tape.ops[graph.begin]
+        match = LAYER.search(op.module)
+        number = int(match[0][1:]) if match else -1
+        place = f"{op.phase} {min(number, layers - 1 - number) if match else op.module} {number < layers - 1 - number}"
+        highest[place] = max(highest.get(place, 0), base + graph.late + workspace)
+    return highest
 
 
 def _left(tape: Tape) -> int:
@@ -364,8 +397,8 @@ def _assumptions(workload: Workload, setting: Setting, layers: int, traced: list
     if setting.zero_stage == 3:
         z = setting.zero3
         said["ZeRO-3"] = (
-            f"gathered around each module; kept when used again within {z.reuse:,} parameters, {z.prefetch:,} ahead,"
-            f" whole below {z.persistence:,}"
+            f"gathered around each module; kept when used again within {z.reuse:,} parameters; at each module {z.prefetch:,}"
+            f" and more ahead, up to {z.live:,} in all; whole below {z.persistence:,}"
         )
     if setting.lazy:
         size = f", and every {setting.compound} ops" if setting.compound else ""

@@ -240,6 +240,12 @@ class Rehearsal:
     classes: dict[str, str]  # of each module
 
 
+def on_meta(build: Build, layers: int, cut: Cut = lambda cause: None) -> nn.Module:
+    """The model without data."""
+    with in_place_of_gaudi(), torch.device("meta"):
+        return build(layers, cut)
+
+
 def rehearse(
     build: Build,
     workload: Workload,
@@ -257,8 +263,7 @@ def rehearse(
         if tape:
             tape[0].cut(cause)
 
-    with in_place_of_gaudi(), torch.device("meta"):
-        model = build(layers, cut)
+    model = on_meta(build, layers, cut)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         _as_fake(model)
@@ -307,4 +312,4 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({id(t.untyped_storage()): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-__all__ = ["KINDS", "Build", "Cut", "Rehearsal", "Stage", "Workload", "prepare", "rehearse"]
+__all__ = ["KINDS", "Build", "Cut", "Rehearsal", "Stage", "Workload", "on_meta", "prepare", "rehearse"]

@@ -35,8 +35,9 @@ def main() -> None:
         coach.train() if cfg.train.do_train else coach.evaluate()
         return before
 
-    # What the libraries take once, at their first use, is none of the run's
-    run(compose_here([o for o in overrides if not o.startswith("model.config.")]))
+    # What the libraries take once, at their first use, is none of the run's; of DeepSpeed's engines a process makes one
+    warm = compose_here([o for o in overrides if not o.lstrip("+").startswith(("model.config.", "deepspeed"))])
+    run(warm)
     gc.collect()
     before = run(cfg)
     print("RESIDENT", status("VmHWM") - before, flush=True)
