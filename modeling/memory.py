@@ -196,7 +196,9 @@ def plan(
 def _layers_ahead(build: Build, zero: Zero3) -> int:
     """Layers that are gathered ahead: so many more have to be traced until one layer more is like the one before."""
     one, two = (sum(p.numel() for p in on_meta(build, depth).parameters()) for depth in (1, 2))
-    return 2 * (min(zero.prefetch, zero.live) // (two - one))
+    layer = two - one
+    # Where each use gathers no less than it takes, the lead grows until it is as long as it may be
+    return zero.live // layer if zero.prefetch and (not zero.leaves or zero.prefetch >= layer) else 0
 
 
 @dataclass
