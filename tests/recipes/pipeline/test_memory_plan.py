@@ -1,7 +1,6 @@
 """Plans of whole runs against the resident memory of the processes that run them (Linux)."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,7 +39,7 @@ def resident(folder: Path, overrides: list[str], launcher: tuple[str, ...] = ())
         command, cwd=folder, capture_output=True, text=True, timeout=400, env={**os.environ, **ENVIRONMENT}
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return [int(size) for size in re.findall(r"RESIDENT (\d+)", done.stdout)]
+    return [int(file.read_text()) for file in sorted(folder.glob("resident-*"))]
 
 
 EVALUATION = ["train.do_train=false", "train.per_device_eval_batch_size=8"]
