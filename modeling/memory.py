@@ -265,7 +265,7 @@ def _figures(build: Build, workload: Workload, setting: Setting, layers: int, fu
 def _late_by_place(found: list[Graph], tape: Tape, base: int, layers: int) -> dict[str, int]:
     """The high figure by phase and by the layer's distance from the nearer end of the model."""
     highest: dict[str, int] = {}
-    workspace, place = 0, ""
+    workspace = 0
     for graph in found:
         workspace = max(workspace, graph.unshared)
         op = tape.ops[graph.begin]
