@@ -36,7 +36,6 @@ class LivePeak(TorchDispatchMode):
         self._known: dict[int, int] = {}
 
     def __enter__(self) -> LivePeak:
-        gc.collect()
         self._collecting = gc.isenabled()
         gc.disable()
         return super().__enter__()
@@ -133,7 +132,6 @@ class Tape(TorchDispatchMode):
         self._nodes: dict[int, tuple[str, str]] = {}
 
     def __enter__(self) -> Tape:
-        gc.collect()
         self._collecting = gc.isenabled()
         gc.disable()
         self._call = nn.Module.__call__

@@ -12,7 +12,7 @@ import json
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,11 +23,12 @@ from tqdm import tqdm
 
 from recipes.pipeline import memory_options, memory_plan
 from recipes.pipeline.compose import compose_here, exit_on_error
-from recipes.pipeline.config import InputError, LoraRecipe
+from recipes.pipeline.config import GenerateRecipe, InputError, LoraRecipe
 from recipes.pipeline.runtime import GIB
 from scripts.arguments import OneLineParser
 
 TOP = 12
+Job = tuple[str, Callable[..., Any], tuple]  # name, function, arguments
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -106,29 +107,40 @@ def card_of(cfg: LoraRecipe, asked: str | None) -> str:
 
 
 def variations(cfg: LoraRecipe, card: str, found: dict[str, Any], quiet: bool) -> dict[str, Any]:
-    """What each option changes (bytes of the nominal figure), and the largest rows and tokens on `card`; on two processes.
+    """What each option changes (bytes of the nominal figure), and the largest rows and tokens on `card`.
 
     found: the plans of `cfg`.
     """
     room = memory_plan.capacity(card)
-    jobs: list[tuple[str, Callable[..., Any], tuple]] = [
-        ("largest rows", memory_options.largest_rows, (cfg, room)),
-        ("largest length", memory_options.largest_length, (cfg, room)),
-    ]
     kind, made = next(iter(found.items()))
+    jobs: list[Job] = [
+        ("largest rows", memory_options.largest_rows, (cfg, room, kind)),
+        ("largest length", memory_options.largest_length, (cfg, room, kind)),
+    ]
     jobs += [(name, _nominal, (other, kind)) for name, other in memory_options.options(cfg)]
-    results: dict[str, Any] = {}
-    workers = min(2, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        waiting = [(name, pool.submit(function, *given)) for name, function, given in jobs]
-        for name, job in tqdm(waiting, desc="options", unit="plan", disable=quiet or not sys.stderr.isatty()):
-            results[name] = job.result()
+    finished = _one_by_one(jobs) if isinstance(cfg, GenerateRecipe) else _on_two_processes(jobs)
+    progress = tqdm(finished, "options", len(jobs), unit="plan", disable=quiet or not sys.stderr.isatty())
+    results: dict[str, Any] = dict(progress)
     rows, length = results.pop("largest rows"), results.pop("largest length")
     changes = {name: value if isinstance(value, str) else value - made.nominal for name, value in results.items()}
     return {
         "options": changes,
         "largest": {"card": card, "rows": [rows.value, rows.bound], "length": [length.value, length.bound]},
     }
+
+
+def _one_by_one(jobs: list[Job]) -> Iterator[tuple[str, Any]]:
+    """For plans that take less time than a process needs to start."""
+    for name, function, given in jobs:
+        yield name, function(*given)
+
+
+def _on_two_processes(jobs: list[Job]) -> Iterator[tuple[str, Any]]:
+    workers = min(2, os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        waiting = [(name, pool.submit(function, *given)) for name, function, given in jobs]
+        for name, job in waiting:
+            yield name, job.result()
 
 
 def _nominal(cfg: LoraRecipe, kind: str) -> int | str:

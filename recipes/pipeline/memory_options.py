@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from recipes.pipeline.config import AdapterKind, Attention, GenerateRecipe, LoraRecipe
-from recipes.pipeline.memory_plan import QUICK, device_kind, main_plan, offloaded, plans
+from recipes.pipeline.memory_plan import device_kind, main_plan, offloaded
 from recipes.pipeline.preflight import shape_of
 from recipes.pipeline.runtime import lazy_mode
 
@@ -89,16 +89,18 @@ class Largest:
     bound: str = ""  # why it ends there, where it is not the card
 
 
-def largest_rows(cfg: LoraRecipe, room: float) -> Largest:
-    """Rows of a batch that fit into `room` bytes."""
+def largest_rows(cfg: LoraRecipe, room: float, step: str) -> Largest:
+    """Rows of a batch that fit into `room` bytes; `step`: the kind that decides, by its name in `memory_plan.plans`."""
     field = ("generate", "batch_size") if isinstance(cfg, GenerateRecipe) else ("train", "per_device_train_batch_size")
     given = getattr(getattr(cfg, field[0]), field[1])
     given = given if isinstance(given, int) else 1
-    return _largest(cfg, room, lambda other, n: setattr(getattr(other, field[0]), field[1], n), given, MOST_ROWS, 1)
+    return _largest(
+        cfg, room, step, lambda other, n: setattr(getattr(other, field[0]), field[1], n), given, MOST_ROWS, 1
+    )
 
 
-def largest_length(cfg: LoraRecipe, room: float) -> Largest:
-    """Tokens of a row (of a prompt) that fit, in steps of 128."""
+def largest_length(cfg: LoraRecipe, room: float, step: str) -> Largest:
+    """Tokens of a row (of a prompt) that fit, by 128; `step` as for rows."""
     from recipes.pipeline import generation_plan
 
     limit = shape_of(cfg).max_position_embeddings
@@ -114,25 +116,24 @@ def largest_length(cfg: LoraRecipe, room: float) -> Largest:
             other.data.max_seq_length = n
 
     given = generation_plan.longest_prompt(cfg, False) if isinstance(cfg, GenerateRecipe) else cfg.data.max_seq_length
-    return _largest(cfg, room, change, given, limit, 128)
+    return _largest(cfg, room, step, change, given, limit, 128)
 
 
 def _largest(
-    cfg: LoraRecipe, room: float, change: Callable[[LoraRecipe, int], None], given: int, most: int, step: int
+    cfg: LoraRecipe, room: float, step: str, change: Callable[[LoraRecipe, int], None], given: int, most: int, unit: int
 ) -> Largest:
-    name = next(iter(plans(cfg, depths=QUICK)))  # of the run's steps the one that decides
     seen: dict[int, int] = {}
 
     def fits(places: int) -> bool:
         if places not in seen:
             other = copy.deepcopy(cfg)
-            change(other, places * step)
-            seen[places] = main_plan(other, name).high
+            change(other, places * unit)
+            seen[places] = main_plan(other, step).high
         return seen[places] <= room
 
-    last = most // step
-    low, high = 0, last + 1  # in steps: low fits, high does not
-    guess = min(max(1, given // step), last)
+    last = most // unit
+    low, high = 0, last + 1  # in units: low fits, high does not
+    guess = min(max(1, given // unit), last)
     while high - low > 1:
         if fits(guess):
             low = guess
@@ -141,8 +142,8 @@ def _largest(
         guess = min(max(_meets(seen, room, guess), low + 1), high - 1)
     if low == 0:
         return Largest(None)
-    bound = "the most that was looked at" if step == 1 else "the model's positions"
-    return Largest(low * step, bound if low == last else "")
+    bound = "the most that was looked at" if unit == 1 else "the model's positions"
+    return Largest(low * unit, bound if low == last else "")
 
 
 def _meets(seen: dict[int, int], room: float, near: int) -> int:
