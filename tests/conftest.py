@@ -1,9 +1,12 @@
 """Fixtures that several test files share."""
 
 import importlib.util
+import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -46,16 +49,42 @@ def compose():
     return build
 
 
+@pytest.fixture(scope="session")
+def warm(tmp_path_factory):
+    """warm("scripts/plan.py", "+experiment=tiny", cwd=...) -> CompletedProcess, from a process that has the libraries loaded."""
+    folder = tmp_path_factory.mktemp("warm")
+    with (folder / "errors").open("w") as errors:
+        server = subprocess.Popen(
+            [sys.executable, str(REPOSITORY / "tests" / "warm_process.py")],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    def run(script: str | Path, *arguments: str, cwd: Path, timeout: float = 600, **variables: str):
+        out, err = folder / "out", folder / "err"
+        request = {
+            "script": str(REPOSITORY / script), "arguments": [str(a) for a in arguments], "cwd": str(cwd),
+            "environment": {**os.environ, **variables}, "out": str(out), "err": str(err),
+        }  # fmt: skip
+        server.stdin.write(json.dumps(request) + "\n")
+        server.stdin.flush()
+        late = threading.Timer(timeout, os.killpg, (server.pid, signal.SIGKILL))
+        late.start()
+        answer = server.stdout.readline()
+        late.cancel()
+        assert answer, f"no answer within {timeout} s: {(folder / 'errors').read_text()[-2000:]}"
+        return subprocess.CompletedProcess(request["arguments"], int(answer), out.read_text(), err.read_text())
+
+    yield run
+    server.stdin.close()
+    server.wait()
+
+
 @pytest.fixture
-def run_recipe(tmp_path):
+def run_recipe(tmp_path, warm):
     """run_recipe("+experiment=tiny") -> CompletedProcess of recipes/lora.py in a folder of its own."""
 
-    def run(*arguments: str, recipe: str = "recipes/lora.py", cwd: Path | None = None, **variables: str):
-        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache"), **variables}
-        command = [sys.executable, str(REPOSITORY / recipe), *arguments]
-        return subprocess.run(
-            command, cwd=cwd or tmp_path, env=environment, capture_output=True, text=True, timeout=600
-        )
+    def run(*arguments: str, recipe: str = "recipes/lora.py", **variables: str):
+        return warm(recipe, *arguments, cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "cache"), **variables)
 
     return run
 

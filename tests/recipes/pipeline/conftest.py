@@ -1,7 +1,6 @@
 """Runs of the recipe on a tiny model, kept small: each is a process."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +43,7 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def tiny(records, tmp_path_factory):
+def tiny(records, tmp_path_factory, warm):
     """tiny("train.max_steps=2", ranks=2, launcher=["--use_deepspeed"]) -> Run of +experiment=tiny in a folder of its own."""
     home = tmp_path_factory.mktemp("tiny")
 
@@ -55,12 +54,10 @@ def tiny(records, tmp_path_factory):
         fixed += ["data.max_train_samples=null", "train.group_by_length=false", f"hydra.run.dir={folder}"]
         own = {override.split("=")[0] for override in overrides}
         command = [LORA, "+experiment=tiny", *[f for f in fixed if f.split("=")[0] not in own], *overrides]
-        if ranks > 1 or launcher:
-            command = [LAUNCHER, "--world_size", str(ranks), *launcher, *command]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, *command], cwd=home, capture_output=True, text=True, timeout=300, env=environment
-        )
+        if ranks == 1 and not launcher:
+            return Run(folder, warm(*command, cwd=home, timeout=300))
+        command = [sys.executable, LAUNCHER, "--world_size", str(ranks), *launcher, *command]
+        done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=300)
         return Run(folder, done)
 
     return start

@@ -1,8 +1,6 @@
 """The file of completions: order, one line a prompt, going on where a run was cut off; and the recipe as a program."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -107,10 +105,9 @@ def test_skipped_prompts_have_their_line(complete):
 
 
 @pytest.mark.slow
-def test_the_program_streams_a_single_prompt_and_says_what_is_wrong(tmp_path):
+def test_the_program_streams_a_single_prompt_and_says_what_is_wrong(tmp_path, warm):
     def recipe(*arguments):
-        command = [sys.executable, REPOSITORY / "recipes/generate.py", "+experiment=tiny", "runtime=cpu", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
+        return warm("recipes/generate.py", "+experiment=tiny", "runtime=cpu", *arguments, cwd=tmp_path, timeout=120)
 
     done = recipe("generate.prompt=['Name three colors.']", "generate.max_new_tokens=5", "hydra.run.dir=out")
     assert done.returncode == 0, done.stderr
