@@ -25,8 +25,9 @@ def main(cfg: GenerateRecipe) -> None:
     engine.register(cfg)  # before the model: ZeRO-3 cuts weights while they are read
     tokenizer = model.load_tokenizer(cfg.model)
     asked = questions.load(cfg, tokenizer)
-    output = completions.open_output(cfg, runtime, run_folder(), asked)
+    output = completions.find_output(cfg, runtime, run_folder(), asked)
     llama = engine.distribute(cfg, model.build_model(cfg, tokenizer, runtime), runtime)
+    completions.begin(cfg, runtime, output)
     generator = engine.generator(cfg, llama, tokenizer, runtime)
     completions.report(runtime, output, completions.run(generator, asked, output, cfg))
     runtime.leave()

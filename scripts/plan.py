@@ -8,6 +8,7 @@ recipes/generate.py where the experiment's name or an option says generate. What
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import multiprocessing
 import os
@@ -113,19 +114,26 @@ def variations(cfg: LoraRecipe, card: str, found: dict[str, Any], quiet: bool) -
     """
     room = memory_plan.capacity(card)
     kind, made = next(iter(found.items()))
-    jobs: list[Job] = [
-        ("largest rows", memory_options.largest_rows, (cfg, room, kind)),
-        ("largest length", memory_options.largest_length, (cfg, room, kind)),
-    ]
+    plain = memory_options.without(cfg)
+    jobs: list[Job] = []
+    for name, configured in (("with", cfg), ("without", plain)):
+        if configured is not None:
+            jobs += [
+                (f"rows {name}", memory_options.largest_rows, (configured, room, kind)),
+                (f"length {name}", memory_options.largest_length, (configured, room, kind)),
+            ]
     jobs += [(name, _nominal, (other, kind)) for name, other in memory_options.options(cfg)]
     finished = _one_by_one(jobs) if isinstance(cfg, GenerateRecipe) else _on_two_processes(jobs)
     progress = tqdm(finished, "options", len(jobs), unit="plan", disable=quiet or not sys.stderr.isatty())
     results: dict[str, Any] = dict(progress)
-    rows, length = results.pop("largest rows"), results.pop("largest length")
+    largest = {
+        name: {unit: dataclasses.astuple(results.pop(f"{unit} {name}")) for unit in ("rows", "length")}
+        for name in ("with", *(["without"] if plain else []))
+    }
     changes = {name: value if isinstance(value, str) else value - made.nominal for name, value in results.items()}
     return {
         "options": changes,
-        "largest": {"card": card, "rows": [rows.value, rows.bound], "length": [length.value, length.bound]},
+        "largest": {"card": card, **largest},
     }
 
 
@@ -193,15 +201,18 @@ def report(cfg: LoraRecipe, found: dict[str, Any], extra: dict[str, Any], card: 
         ):
             lines.append(f"  {option:50} {change if isinstance(change, str) else f'{change / GIB:+9.3f}'}")
         largest = extra["largest"]
-        lines += [
-            "",
-            f"largest on {card}: {_said(largest['rows'], 'rows')}; {_said(largest['length'], 'tokens a row')}",
-        ]
+        names = {"with": f"largest on {card}", "without": "without graph breaks and in-place add"}
+        lines.append("")
+        for key, called in names.items():
+            if found_there := largest.get(key):
+                lines.append(
+                    f"{called}: {_said(found_there['rows'], 'rows')}; {_said(found_there['length'], 'tokens a row')}"
+                )
     lines += ["", "assumed", *[f"  {key}: {value}" for key, value in made.assumptions.items()]]
     return "\n".join(lines)
 
 
-def _said(found: list, unit: str) -> str:
+def _said(found: tuple, unit: str) -> str:
     value, bound = found
     return f"no {unit} fit" if value is None else f"{value:,} {unit}" + (f" ({bound})" if bound else "")
 

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from peft import LoraConfig, PeftConfig, PeftModel, get_peft_model, get_peft_model_state_dict
@@ -24,6 +25,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from modeling.decoding import LowRank, plain
 from recipes.pipeline.config import AdapterConfig, AdapterKind, Dtype, InputError, LoraRecipe
+
+if TYPE_CHECKING:
+    from recipes.pipeline.tensor_parallel import Shares
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -208,7 +212,7 @@ def plain_lora(module: nn.Module) -> tuple[nn.Module, LowRank | None] | None:
 def load_adapter(model: PreTrainedModel, folder: Path, trainable: bool) -> PeftModel:
     """A finished adapter on `model`, every key and shape checked (PEFT only warns). Raises InputError."""
     wrapped, ours = fit_adapter(model, folder, trainable)
-    shares = getattr(model, "shares", None)
+    shares = _shares(model)
     with _open_weights(folder) as file:
         for key, parameter in ours.items():
             with torch.no_grad(), _whole(parameter, write=True):
@@ -239,7 +243,7 @@ def fit_adapter(
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*base_model_name_or_path.*")  # said by ourselves
         wrapped = get_peft_model(model, config)
-    shares = getattr(model, "shares", None)  # under tensor parallelism a rank has a part of some matrices
+    shares = _shares(model)
     with _open_weights(folder) as file:
         found = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
     ours = _keys(wrapped, False)
@@ -247,6 +251,12 @@ def fit_adapter(
         ours = with_base  # PEFT saves the base's embedding too where it is a target
     _check_keys(folder, found, ours, shares.whole_shape if shares else lambda _, shape: shape)
     return wrapped, ours
+
+
+def _shares(model: nn.Module) -> Shares | None:
+    """What cuts whole tensors, where a rank has a part of some matrices; one rank holds any adapter whole."""
+    shares = getattr(model, "shares", None)
+    return shares if shares is not None and shares.ranks > 1 else None
 
 
 def _keys(wrapped: PeftModel, embeddings: bool) -> dict[str, nn.Parameter]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import glob
 import hashlib
 import json
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,8 @@ from recipes.pipeline.report import versions
 from recipes.pipeline.runtime import Runtime
 
 FILE = "completions.jsonl"
-WINDOW = 16  # batches between two writes: rows of like length are found inside a window
+SKIPPED = "too_long"
+WINDOW = 16  # batches until lines are in order: rows of like length are found inside a window
 # Options that change no text
 WITHOUT_EFFECT = {
     "prompt", "file", "held_out", "max_prompts", "batch_size", "output", "stream", "tensor_parallel", "length_bucket",
@@ -37,62 +40,119 @@ class Output:
 
     path: Path
     folder: Path
-    settings: str  # digest of all that decides the texts but the prompts
+    keys: list[str]  # digest of all that decides a prompt's text, by prompt
     done: int
     stream: bool
+    found: dict[int, dict[str, Any]] = field(default_factory=dict)  # lines of finished batches behind `done`
+    shorten: int | None = None  # bytes that stay of a file whose last line was cut short
+
+    def part(self, rank: int | str) -> Path:
+        """Lines of one rank's finished batches, kept until their turn comes; `*`: all ranks'."""
+        return self.path.with_name(f".{self.path.name}.{rank}.part")
 
 
-def open_output(cfg: GenerateRecipe, runtime: Runtime, folder: Path, asked: list[Question]) -> Output:
-    """Find what an earlier run has left, and make the run's folder. Raises InputError for a file of other prompts or settings."""
+def find_output(cfg: GenerateRecipe, runtime: Runtime, folder: Path, asked: list[Question]) -> Output:
+    """What an earlier run has left; nothing is written. Raises InputError for a file of other prompts or settings."""
     path = Path(cfg.generate.output).expanduser() if cfg.generate.output else folder / FILE
-    settings = settings_digest(cfg)
     if path.is_dir():
         raise InputError(f"generate.output={path}: is a folder; give the name of a file, as in {path / FILE}")
-    done = _finished_lines(path, settings, asked) if path.exists() else 0
-    runtime.barrier()  # all have looked before anything is written
-    if runtime.is_main:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            (folder / "config.yaml").write_text(to_yaml(cfg), encoding="utf-8")
-            write_json(folder / "versions.json", versions(cfg, runtime))
-            path.open("a").close()
-        except OSError as error:
-            raise InputError(f"{error.filename}: {error.strerror}; choose another generate.output") from error
-        if done:
-            print(f"{path} holds {done:,} of {len(asked):,} completions; going on behind them")
+    if cfg.generate.stream and len(asked) > 1:
+        raise InputError(f"generate.stream=true shows the text of one prompt, {len(asked)} are given; leave it out")
+    there = next(parent for parent in path.absolute().parents if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK):
+        raise InputError(f"generate.output={path}: {there} is no folder to write to; choose another generate.output")
+    settings = settings_digest(cfg)
+    keys = [_key(settings, question, cfg.generate.temperature > 0) for question in asked]
     stream = len(asked) == 1 if cfg.generate.stream is None else cfg.generate.stream
-    return Output(path, folder, settings, done, stream and runtime.is_main)
+    output = Output(path, folder, keys, 0, stream and runtime.is_main)
+    if path.exists():
+        _finished_lines(output)
+    for file in sorted(path.parent.glob(glob.escape(f".{path.name}.") + "*.part")):
+        output.found |= _finished_batches(file, keys)
+    runtime.barrier()  # all have looked before anything is written
+    return output
+
+
+def begin(cfg: GenerateRecipe, runtime: Runtime, output: Output) -> None:
+    """Make the run's folder and file. Rank 0 only."""
+    if not runtime.is_main:
+        return
+    try:
+        output.folder.mkdir(parents=True, exist_ok=True)
+        output.path.parent.mkdir(parents=True, exist_ok=True)
+        (output.folder / "config.yaml").write_text(to_yaml(cfg), encoding="utf-8")
+        write_json(output.folder / "versions.json", versions(cfg, runtime))
+        output.path.open("a").close()
+    except OSError as error:
+        raise InputError(f"{error.filename}: {error.strerror}; choose another generate.output") from error
+    if output.shorten is not None:
+        os.truncate(output.path, output.shorten)
+    if known := output.done + sum(n >= output.done for n in output.found):
+        print(f"{output.path} holds {known:,} of {len(output.keys):,} completions; going on behind them")
 
 
 def settings_digest(cfg: GenerateRecipe) -> str:
     """Of model, adapter, template and sampling: two runs with one digest give one text for one prompt."""
     options = {k: v for k, v in dataclasses.asdict(cfg.generate).items() if k not in WITHOUT_EFFECT}
     model = {k: v for k, v in dataclasses.asdict(cfg.model).items() if k != "cache_dir"}
-    parts = [model, cfg.adapter.path, cfg.data.template.name, cfg.data.system_prompt, cfg.seed, options]
+    files = sorted(Path(cfg.adapter.path).expanduser().glob("adapter_*")) if cfg.adapter.path else []
+    adapter = {file.name: _content(file) for file in files}
+    parts = [model, adapter, cfg.data.template.name, cfg.data.system_prompt, cfg.seed, options]
+    return _digest(parts)
+
+
+def _content(file: Path) -> str:
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        for block in iter(lambda: stream.read(2**20), b""):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _key(settings: str, question: Question, drawn: bool) -> str:
+    return _digest([settings, question.prompt, question.ids, question.seed if drawn else None])
+
+
+def _digest(parts: list[Any]) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:12]
 
 
-def _finished_lines(path: Path, settings: str, asked: list[Question]) -> int:
-    """Whole lines of an earlier run; a last line that was cut short is taken away."""
-    content = path.read_bytes()
-    lines = content.split(b"\n")[:-1]
-    for n, line in enumerate(lines, 1):
+def _finished_lines(output: Output) -> None:
+    """Count whole lines of an earlier run; a last line of ours that was cut short will be taken away."""
+    content = output.path.read_bytes()
+    *lines, rest = content.split(b"\n")
+    for n, line in enumerate(lines):
         try:
             found = json.loads(line)
-            same = (found["index"], found["settings"]) == (n - 1, settings)
+            index, key = found["index"], found["settings"]
         except (ValueError, KeyError, TypeError):
+            raise _foreign(output.path, n) from None
+        if index != n or n >= len(output.keys) or key != output.keys[n]:
             raise InputError(
-                f"{path} line {n}: not a completion of this program; choose another generate.output"
-            ) from None
-        if not same or n > len(asked) or found["prompt"] != asked[n - 1].prompt:
-            raise InputError(
-                f"{path} line {n} is of another prompt, model or setting; choose another generate.output, or remove the file"
+                f"{output.path} line {n + 1} is of another prompt, model or setting; choose another generate.output, or"
+                " remove the file"
             )
-    whole = sum(len(line) + 1 for line in lines)
-    if whole < len(content) and os.environ.get("RANK", "0") == "0":
-        os.truncate(path, whole)
-    return len(lines)
+    begun = f'{{"index": {len(lines)}, "prompt": '.encode()
+    if not (rest.startswith(begun) or begun.startswith(rest)):
+        raise _foreign(output.path, len(lines))
+    output.done = len(lines)
+    if rest:
+        output.shorten = len(content) - len(rest)
+
+
+def _foreign(path: Path, line: int) -> InputError:
+    return InputError(f"{path} line {line + 1}: not a completion of this program; choose another generate.output")
+
+
+def _finished_batches(file: Path, keys: list[str]) -> dict[int, dict[str, Any]]:
+    """Lines by prompt; those of other prompts or settings, and one that was cut short, are none."""
+    found = {}
+    for line in file.read_bytes().split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            known = json.loads(line)
+            if 0 <= known["index"] < len(keys) and known["settings"] == keys[known["index"]]:
+                found[known["index"]] = known
+    return found
 
 
 def run(
@@ -112,40 +172,53 @@ def run(
         generator.on_text = _stream
     size = WINDOW * generator.rows(max((len(q.ids) for q in asked if q.ids), default=1)) * ranks.groups
     silent = not main or output.stream
-    with tqdm(total=len(asked), initial=output.done, desc="generating", unit="prompt", disable=silent) as bar:
-        generator.on_batch = lambda rows: bar.update(min(rows * ranks.groups, bar.total - bar.n))
+    known = output.done + sum(n >= output.done for n in output.found)
+    with tqdm(total=len(asked), initial=known, desc="generating", unit="prompt", disable=silent) as bar:
         for start in range(output.done, len(asked), size):
-            window = asked[start : start + size]
-            kept = [n for n, question in enumerate(window) if question.ids is not None]
-            done = ranks.gather(generator.run([to_request(window[n]) for n in kept]))
+            places = range(start, min(start + size, len(asked)))
+            wanted = [n for n in places if asked[n].ids is not None and n not in output.found]
+
+            def keep(done: dict[int, Completion], wanted: list[int] = wanted) -> None:
+                lines = [_line(output, wanted[place], asked, completion) for place, completion in done.items()]
+                _append(output.part(generator.runtime.rank), lines)
+                bar.update(min(len(lines) * ranks.groups, bar.total - bar.n))
+
+            generator.on_batch = keep if len(places) > 1 else None
+            done = ranks.gather(generator.run([to_request(asked[n]) for n in wanted]))
             if main:
-                found = {kept[place]: completion for place, completion in done.items()}
-                _append(output, start, window, found)
-                bar.update(start + len(window) - bar.n)
-    results = figures(generator, len(asked) - output.done)
+                lines = {n: output.found[n] for n in places if n in output.found}
+                lines |= {wanted[place]: _line(output, wanted[place], asked, one) for place, one in done.items()}
+                skipped = [n for n in places if asked[n].ids is None]
+                lines |= {n: _line(output, n, asked, Completion("", [], asked[n].tokens, 0, SKIPPED)) for n in skipped}
+                _append(output.path, [lines[n] for n in places])
+                bar.update(max(0, places.stop - bar.n))
+    if main:
+        for part in output.path.parent.glob(glob.escape(f".{output.path.name}.") + "*.part"):
+            part.unlink()
+    results = figures(generator, len(asked) - known)
     if main and cfg is not None and cfg.memory_curve and (seen := watch_prompt(generator, cfg)) is not None:
         draw(output.folder, seen)
         results |= seen.results()
     return results
 
 
-def _append(output: Output, start: int, window: list[Question], found: dict[int, Completion]) -> None:
-    lines = []
-    for n, question in enumerate(window):
-        completion = found.get(n) or Completion("", [], question.tokens, 0, "too_long")
-        line = {
-            "index": start + n,
-            "prompt": question.prompt,
-            "text": completion.text,
-            "prompt_tokens": completion.prompt_tokens,
-            "new_tokens": completion.new_tokens,
-            "finish_reason": completion.finish_reason,
-            **({"reference": question.reference} if question.reference is not None else {}),
-            "settings": output.settings,
-        }
-        lines.append(json.dumps(line, ensure_ascii=False) + "\n")
-    with output.path.open("a", encoding="utf-8") as file:
-        file.write("".join(lines))
+def _line(output: Output, index: int, asked: list[Question], completion: Completion) -> dict[str, Any]:
+    question = asked[index]
+    return {
+        "index": index,
+        "prompt": question.prompt,
+        "text": completion.text,
+        "prompt_tokens": completion.prompt_tokens,
+        "new_tokens": completion.new_tokens,
+        "finish_reason": completion.finish_reason,
+        **({"reference": question.reference} if question.reference is not None else {}),
+        "settings": output.keys[index],
+    }
+
+
+def _append(path: Path, lines: list[dict[str, Any]]) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
         file.flush()
         os.fsync(file.fileno())
 
@@ -167,7 +240,7 @@ def figures(generator: Generator, prompts: int) -> dict[str, Any]:
         result[f"{name}_tokens_per_second"] = round(tokens / seconds, 1) if seconds else None
     first = [speed.first_token_seconds for speed in speeds if speed.first_token_seconds is not None]
     result["time_to_first_token"] = round(min(first), 4) if first else None
-    result["batch_size"] = generator.batch_rows
+    result["batch_size"] = generator.batch_rows and min(generator.batch_rows, prompts)
     return result | memory_of_all_ranks(generator.runtime)
 
 
@@ -175,6 +248,8 @@ def report(runtime: Runtime, output: Output, results: dict[str, Any]) -> None:
     """Write generation.json and print the summary. Rank 0 only."""
     if not runtime.is_main:
         return
+    if not results["prompts"]:
+        return print(f"completions   {os.path.relpath(output.path)}: all were there", flush=True)
     write_json(output.folder / "generation.json", results)
     lines = [""]
     for name in ("prefill", "decode"):

@@ -29,6 +29,7 @@ from recipes.pipeline.config import GenerateRecipe, InputError, LoraRecipe, chec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SCHEMAS = {"lora": LoraRecipe, "generate": GenerateRecipe}
+KEPT = {"lora": "finished checkpoints are kept", "generate": "finished batches are kept; the same command goes on"}
 # Names of the rank's variables under torchrun and DeepSpeed, and under Open MPI.
 RANK_VARIABLES = {
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -59,7 +60,7 @@ def recipe(name: str) -> Callable[[Callable[[Any], None]], Callable[[], None]]:
             try:
                 _run(name, function)
             except KeyboardInterrupt:
-                _fail("stopped by the keyboard; finished checkpoints are kept", 130)
+                _fail(f"stopped by the keyboard; {KEPT[name]}", 130)
             except (InputError, HydraException, OmegaConfBaseException) as error:
                 if debug:
                     raise

@@ -178,7 +178,7 @@ class GenerateConfig:
         None  # .txt (a prompt a line), .json, .jsonl: texts, {"prompt": ...}, or records as data.columns says
     )
     held_out: bool = False  # the held-out records of data
-    template: bool = True  # a text is an instruction in data.template; false: it is continued as it stands
+    template: bool = True  # a text is an instruction in data.template; false: text or record is continued as it stands
     max_prompts: int | None = None  # the first so many
     max_prompt_tokens: int | None = None  # null: what the model's positions leave beside max_new_tokens
     # A longer prompt: refuse, skip (an empty line with finish_reason=too_long), or truncate: the record's longer field is
@@ -193,7 +193,7 @@ class GenerateConfig:
     ignore_eos: bool = False  # always max_new_tokens; for measurements
     batch_size: int | str = 8  # rows a rank; auto: from the memory plan, halved when memory runs out
     output: str | None = None  # JSONL, a line a prompt in input order, resumed if half-written; null: in the run folder
-    stream: bool | None = None  # text on the terminal as it comes; null: for a single prompt
+    stream: bool | None = None  # the text of a single prompt on the terminal as it comes; null: where there is one
     tensor_parallel: int = 1  # ranks that share one model; rows are dealt over the groups
     # How it is executed
     length_bucket: int | None = (
@@ -384,16 +384,20 @@ def check_generation(cfg: GenerateRecipe) -> None:
 
 
 def _check_generation_ranges(options: GenerateConfig) -> None:
-    least = {"max_new_tokens": 1, "tensor_parallel": 1, "prefill_chunk": 0, "top_k": 0, "temperature": 0}
+    least = {"max_new_tokens": 1, "tensor_parallel": 1, "prefill_chunk": 0, "top_k": 0}
     maybe = {"length_bucket": 1, "stop_check": 1, "max_prompts": 1, "max_prompt_tokens": 1}
     for name, low in (least | maybe).items():
         value = getattr(options, name)
         if value is not None and not value >= low:
             raise InputError(f"generate.{name}={value}: takes {low} or more")
+    if options.temperature != 0 and not 1e-3 <= options.temperature <= 1e3:
+        raise InputError(f"generate.temperature={options.temperature}: takes 0.001 to 1000, or 0 for the likeliest token")
     if not 0 < options.top_p <= 1:
         raise InputError(f"generate.top_p={options.top_p}: takes above 0 to 1")
-    if not options.repetition_penalty > 0:
-        raise InputError(f"generate.repetition_penalty={options.repetition_penalty}: takes above 0; 1 changes nothing")
+    if not 1e-3 <= options.repetition_penalty <= 1e3:
+        raise InputError(
+            f"generate.repetition_penalty={options.repetition_penalty}: takes 0.001 to 1000; 1 changes nothing"
+        )
     if options.batch_size != "auto" and (not isinstance(options.batch_size, int) or options.batch_size < 1):
         raise InputError(f"generate.batch_size={options.batch_size}: takes 1 or more rows, or auto")
     if "" in options.stop:

@@ -82,7 +82,7 @@ class Generator:
     execution: RuntimeConfig = field(default_factory=RuntimeConfig)
     ranks: Ranks = field(default_factory=Ranks)
     on_text: Callable[[int, str, bool], None] | None = None
-    on_batch: Callable[[int], None] | None = None  # rows that have just been finished
+    on_batch: Callable[[dict[int, Completion]], None] | None = None  # hears of what has just been finished, by place
     speed: Speed = field(default_factory=Speed)
     decoder: Decoder | None = None
     batch_rows: int | None = None  # rows of a batch, once known
@@ -110,7 +110,7 @@ class Generator:
                 # Fused decoding leaves nothing behind that a later forward with gradients could meet. In this order:
                 # inference_mode(False) turns gradients on, and with them the in-place add off
                 with torch.inference_mode(self.decoder.fused is not None), torch.no_grad():
-                    done.update(self._decode(waiting[0]))
+                    finished = self._decode(waiting[0])
             except RuntimeError as error:
                 spent = self._may_halve(error)
                 if not spent:
@@ -118,8 +118,9 @@ class Generator:
             if spent:  # here no traceback holds the tensors of the attempt any more
                 waiting = self._halve(waiting)
                 continue
+            done.update(finished)
             if self.on_batch:
-                self.on_batch(len(waiting[0].places))
+                self.on_batch(finished)
             waiting = waiting[1:]
         return done
 

@@ -10,9 +10,7 @@ ASSUMED = 512  # tokens of a prompt where nothing bounds them
 def source(cfg: GenerateRecipe) -> str:
     """Where the prompts come from, in words."""
     options = cfg.generate
-    wrapped = (
-        f", in the {cfg.data.template.name} template" if options.template or options.held_out else ", as they stand"
-    )
+    wrapped = f", in the {cfg.data.template.name} template" if options.template else ", as they stand"
     if options.held_out:
         return f"the held-out records of {cfg.data.path}{wrapped}"
     if options.file is not None:
@@ -21,11 +19,13 @@ def source(cfg: GenerateRecipe) -> str:
 
 
 def longest_prompt(cfg: GenerateRecipe, lazy: bool) -> int:
-    """Tokens that the plan reckons with: the option, else a bucket of the run's."""
+    """Tokens that the plan reckons with: the option, else a bucket of the run's, as far as the model's positions go."""
     from recipes.pipeline.decoder import padded_width
+    from recipes.pipeline.questions import prompt_limit
 
-    whole = lazy or cfg.runtime.compile
-    return padded_width(cfg.generate.max_prompt_tokens or ASSUMED, cfg.generate, whole)
+    said = cfg.generate.max_prompt_tokens
+    assumed = min(ASSUMED, prompt_limit(cfg) or ASSUMED)
+    return padded_width(said or assumed, cfg.generate, lazy or cfg.runtime.compile)
 
 
 def batch_lines(cfg: GenerateRecipe, ranks: int, lazy: bool) -> list[str]:

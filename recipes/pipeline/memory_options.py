@@ -69,6 +69,15 @@ def options(cfg: LoraRecipe) -> Iterator[tuple[str, LoraRecipe]]:
                     yield changed(f"{part} to the host", lambda other, part=part: _offload(other, part))
 
 
+def without(cfg: LoraRecipe) -> LoraRecipe | None:
+    """The configuration without graph breaks and in-place add; None where it has neither."""
+    if not isinstance(cfg, GenerateRecipe) and not lazy_mode(cfg.runtime, device_kind(cfg)):
+        return None
+    other = copy.deepcopy(cfg)
+    other.runtime.mark_step = other.runtime.in_place_residual = False
+    return other
+
+
 def _recompute(cfg: LoraRecipe, wanted: bool) -> None:
     cfg.runtime.attention, cfg.runtime.flash_attention_recompute = Attention.fused_sdpa, wanted
 

@@ -39,9 +39,11 @@ class _Given:
 
     @property
     def shown(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "\n\n".join(filter(None, (self.content["instruction"], self.content.get("input"))))
+        return self.content if isinstance(self.content, str) else _text(self.content)
+
+
+def _text(record: dict[str, str]) -> str:
+    return "\n\n".join(filter(None, (record["instruction"], record.get("input"))))
 
 
 def load(cfg: GenerateRecipe, tokenizer: PreTrainedTokenizerBase) -> list[Question]:
@@ -52,6 +54,8 @@ def load(cfg: GenerateRecipe, tokenizer: PreTrainedTokenizerBase) -> list[Questi
     for place, one in enumerate(given):
         seed = prompt_seed(cfg.seed, place) if one.seed is None else one.seed
         reference = one.content.get("output") or None if isinstance(one.content, dict) else None
+        if any("\ud800" <= char <= "\udfff" for char in one.shown + (reference or "")):
+            raise InputError(f"{one.where}: half of a surrogate pair, which is no character; mend the escape \\udXXX")
         ids = _encoded(one.content, cfg, tokenizer)
         if not ids:
             raise InputError(f"{one.where}: an empty text has no token to continue; give it at least one character")
@@ -78,12 +82,8 @@ def prompt_limit(cfg: GenerateRecipe) -> int | None:
 
 def ends(cfg: GenerateRecipe, tokenizer: PreTrainedTokenizerBase, of_model: list[int]) -> list[int]:
     """Tokens that end a completion: the model's, and where prompts are in a template the one that training put there."""
-    own = stop_ids(cfg.data, tokenizer) if uses_template(cfg) else []
+    own = stop_ids(cfg.data, tokenizer) if cfg.generate.template else []
     return list(dict.fromkeys([*own, *of_model]))
-
-
-def uses_template(cfg: GenerateRecipe) -> bool:
-    return cfg.generate.template or cfg.generate.held_out
 
 
 def _given(cfg: GenerateRecipe) -> list[_Given]:
@@ -94,7 +94,8 @@ def _given(cfg: GenerateRecipe) -> list[_Given]:
         return [_Given(f"generate.prompt, text {n}", text) for n, text in enumerate(options.prompt, 1)]
     path = Path(options.file).expanduser()
     if not path.is_file():
-        raise InputError(f"generate.file={path}: no such file{records.near(path)}")
+        said = "a folder, give a file in it" if path.is_dir() else f"no such file{records.near(path)}"
+        raise InputError(f"generate.file={path}: {said}")
     if not path.name.lower().endswith(ENDINGS):
         raise InputError(f"generate.file={path}: unknown ending; accepted: {' '.join(ENDINGS)}")
     given = _lines(path) if path.suffix.lower() == ".txt" else _rows(path, cfg)
@@ -105,7 +106,7 @@ def _given(cfg: GenerateRecipe) -> list[_Given]:
 
 def _lines(path: Path) -> list[_Given]:
     try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")  # as editors count; a form feed is no new prompt
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{path}: cannot be read as UTF-8 text ({error}); save it as UTF-8") from error
     return [_Given(f"{path} line {n}", line) for n, line in enumerate(lines, 1) if line.strip()]
@@ -116,15 +117,19 @@ def _rows(path: Path, cfg: GenerateRecipe) -> list[_Given]:
     for where, row in records.rows(path):
         place = f"{path} {where}"
         seed = row.get("seed") if isinstance(row, dict) else None
-        if seed is not None and (not isinstance(seed, int) or not 0 <= seed < 2**63):
+        if seed is not None and (type(seed) is not int or not 0 <= seed < 2**63):
             raise InputError(f"{place}: seed {seed!r} is not a whole number from 0 on; mend or remove it")
         if isinstance(row, str):
             given.append(_Given(place, row))
         elif isinstance(row, dict) and isinstance(row.get("prompt"), str):
             given.append(_Given(place, row["prompt"], seed))
         elif isinstance(row, dict) and isinstance(row.get(columns.instruction), str):
-            texts = {"instruction": columns.instruction, "input": columns.input, "output": columns.output}
-            given.append(_Given(place, {key: row.get(name) or "" for key, name in texts.items()}, seed))
+            names = {"instruction": columns.instruction, "input": columns.input, "output": columns.output}
+            texts = {key: row.get(name) for key, name in names.items()}
+            for key, text in texts.items():
+                if not isinstance(text, str | None):
+                    raise InputError(f"{place}: {names[key]} is {text!r}, not a text; put it in quotes or remove it")
+            given.append(_Given(place, {key: text or "" for key, text in texts.items()}, seed))
         else:
             raise InputError(
                 f"{place}: neither a text, nor an object with `prompt` or `{columns.instruction}` as text;"
@@ -134,15 +139,12 @@ def _rows(path: Path, cfg: GenerateRecipe) -> list[_Given]:
 
 
 def _encoded(content: str | dict[str, str], cfg: GenerateRecipe, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if isinstance(content, str):
-        if not content.strip():
-            return []
-        if not cfg.generate.template:
-            return tokenizer(content, verbose=False)["input_ids"]
-        content = {"instruction": content}
-    if not cfg.generate.template and not cfg.generate.held_out:
-        return tokenizer(content["instruction"], verbose=False)["input_ids"]
-    return encode_prompt(content, cfg.data, tokenizer)
+    content = {"instruction": content} if isinstance(content, str) else content
+    if not content["instruction"].strip():
+        return []
+    if cfg.generate.template:
+        return encode_prompt(content, cfg.data, tokenizer)
+    return tokenizer(_text(content), verbose=False)["input_ids"]
 
 
 def _shortened(
@@ -154,7 +156,7 @@ def _shortened(
     if cfg.generate.too_long is TooLongPrompt.skip:
         print(f"{said}; skipped", file=sys.stderr)
         return None
-    if isinstance(one.content, str) and not uses_template(cfg):
+    if not cfg.generate.template:
         ids = _encoded(one.content, cfg, tokenizer)
         start = ids[:1] if ids[0] == tokenizer.bos_token_id else []
         print(f"{said}; its beginning is left out", file=sys.stderr)

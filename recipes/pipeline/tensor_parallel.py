@@ -97,7 +97,8 @@ def _adapter_path(name: str) -> list[str]:
     place = next(n for n, part in enumerate(parts) if part.startswith("lora_"))
     if parts[place] not in ("lora_A", "lora_B"):
         raise InputError(
-            f"{name}: a DoRA adapter needs whole weights; merge it first, or use generate.tensor_parallel=1"
+            f"{name}: an adapter with DoRA, or on the vocabulary's tables, needs whole weights; merge it first,"
+            " or use generate.tensor_parallel=1"
         )
     return parts[: place + 1]
 

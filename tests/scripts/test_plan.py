@@ -72,7 +72,7 @@ def test_options_and_the_largest_batch(printed):
     arguments = ("+experiment=smoke", "runtime=cpu", "train.do_eval=false", "--json", "--card", "H100")
     found = json.loads(printed(*arguments))
     assert found["options"]["train.per_device_train_batch_size=4"] < 0 < found["options"]["adapter.r=16"]
-    rows, bound = found["largest"]["rows"]
+    rows, bound = found["largest"]["with"]["rows"]
     assert bound == "" and rows > 1
 
     def high(batch):

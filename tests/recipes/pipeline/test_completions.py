@@ -7,6 +7,7 @@ import pytest
 
 from recipes.pipeline import completions, engine, questions
 from recipes.pipeline.config import InputError
+from recipes.pipeline.generation import Generator
 from recipes.pipeline.model import build_model
 from recipes.pipeline.runtime import Runtime
 from recipes.pipeline.tokenizer import bytes_tokenizer
@@ -29,8 +30,10 @@ def complete(compose, tmp_path, monkeypatch):
         cfg = compose(*[f for f in fixed if f.partition("=")[0] not in named], *overrides, root="generate")
         tokenizer = bytes_tokenizer()
         asked = questions.load(cfg, tokenizer)
-        opened = completions.open_output(cfg, CPU, tmp_path / "run", asked)
-        generator = engine.generator(cfg, build_model(cfg, tokenizer, CPU), tokenizer, CPU)
+        opened = completions.find_output(cfg, CPU, tmp_path / "run", asked)
+        model = build_model(cfg, tokenizer, CPU)
+        completions.begin(cfg, CPU, opened)
+        generator = engine.generator(cfg, model, tokenizer, CPU)
         figures = completions.run(generator, asked, opened)
         completions.report(CPU, opened, figures)
         return [json.loads(line) for line in opened.path.read_text().splitlines()], figures
@@ -63,8 +66,55 @@ def test_a_run_that_was_cut_off_goes_on(complete, tmp_path, sampling):
     again, figures = complete(*sampling, "generate.batch_size=1", output="cut.jsonl")
     assert again == whole and figures["prompts"] == 4
     assert (tmp_path / "cut.jsonl").read_bytes() == content
+    written = (tmp_path / "run" / "generation.json").read_bytes()
     again, figures = complete(*sampling, output="cut.jsonl")  # nothing is left to do
     assert again == whole and figures["prompts"] == 0
+    assert (tmp_path / "run" / "generation.json").read_bytes() == written
+
+
+def test_a_run_that_was_stopped_keeps_each_finished_batch(complete, tmp_path, monkeypatch):
+    """Lines are in order only when the longest and the shortest prompt of a window are there; batches are kept before."""
+    whole, _ = complete(output="whole.jsonl")
+    monkeypatch.setattr(completions, "WINDOW", 3)
+    decode, batches = Generator._decode, []
+
+    def stop_at_the_third(self, batch):
+        if len(batches) == 2:
+            raise KeyboardInterrupt
+        batches.append(batch.places)
+        return decode(self, batch)
+
+    monkeypatch.setattr(Generator, "_decode", stop_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        complete()
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
+    part = tmp_path / ".out.jsonl.0.part"
+    with part.open("ab") as file:
+        file.write(part.read_bytes()[:50])  # and killed while the next one was written
+    monkeypatch.setattr(Generator, "_decode", decode)
+    again, figures = complete()
+    assert again == whole and figures["prompts"] == 2 and not part.exists()
+
+
+@pytest.mark.parametrize("content", [b"precious text without a line's end", b"[1, 2]", b'{"index": 1, "prompt": "x'])
+def test_a_file_of_something_else_is_left_alone_without_its_last_newline_too(complete, tmp_path, content):
+    (tmp_path / "out.jsonl").write_bytes(content)
+    with pytest.raises(InputError, match=r"out.jsonl line 1: not a completion"):
+        complete()
+    assert (tmp_path / "out.jsonl").read_bytes() == content
+
+
+def test_lines_are_of_this_prompts_ids_and_seed(complete, tmp_path):
+    rows = [{"instruction": "Water", "input": "boils"}, {"prompt": "x", "seed": 3}]
+    source = tmp_path / "rows.jsonl"
+    given = (f"generate.file={source}", "generate.temperature=0.9")
+    for changed in ([{"prompt": "Water\n\nboils"}, rows[1]], [rows[0], {"prompt": "x", "seed": 4}]):
+        (tmp_path / "out.jsonl").unlink(missing_ok=True)
+        source.write_text("\n".join(map(json.dumps, rows)))
+        complete(*given)
+        source.write_text("\n".join(map(json.dumps, changed)))
+        with pytest.raises(InputError, match="is of another prompt, model or setting"):
+            complete(*given)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +144,8 @@ def test_files_that_cannot_be_written(complete, tmp_path):
     assert (tmp_path / "notes.jsonl").read_text() == "my notes\n"
     with pytest.raises(InputError, match="choose another"):
         complete(output="prompts.txt/out.jsonl")
+    with pytest.raises(InputError, match="stream=true shows the text of one prompt, 6 are given"):
+        complete("generate.stream=true")
 
 
 def test_skipped_prompts_have_their_line(complete):
