@@ -16,7 +16,9 @@ overwritten. Exit status: 0 merged, 1 --check found a difference (nothing is kep
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -66,6 +68,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     options.weights = options.weights or [1.0] * len(options.adapter)
     if len(options.weights) != len(options.adapter):
         parser.error(f"--weights: {len(options.weights)} given for {len(options.adapter)} adapters")
+    if not all(map(math.isfinite, options.weights)):
+        parser.error(f"--weights {' '.join(map(str, options.weights))}: takes numbers")
     if options.output.exists() or options.output.is_symlink():
         raise InputError(f"--output {options.output}: exists already; nothing is overwritten, choose another folder")
     return options
@@ -78,6 +82,9 @@ def main(argv: list[str] | None = None) -> int:
         options = parse(sys.argv[1:] if argv is None else argv)
         try:
             return merge(options)
+        except InputError as error:  # of the recipes' code, which has other names for these options
+            said = str(error).replace("adapter.path=", "--adapter ").replace("model.name_or_path=", "--base ")
+            raise InputError(said) from error
         except OSError as error:
             raise InputError(f"{error.filename or options.output}: {error.strerror}; nothing was written") from error
         except KeyboardInterrupt:
@@ -87,13 +94,25 @@ def main(argv: list[str] | None = None) -> int:
 
 def merge(options: argparse.Namespace) -> int:
     """Everything between a checked command line and the finished folder. Raises InputError, OSError."""
-    from scripts.merging import Tensors
-
     source, folder = find_base(options)
     job = plan(options, folder, str(source))
     output = options.output
-    output.parent.mkdir(parents=True, exist_ok=True)
-    check_room(output.parent, job, options.gguf)
+    made = [folder for folder in output.absolute().parents if not folder.exists()]
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        check_room(output.parent, job, options.gguf)
+        return build(job, source, folder, options)
+    finally:
+        for parent in made:  # where there is no model in it
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+
+
+def build(job: Any, source: Path, folder: Path, options: argparse.Namespace) -> int:
+    """Write and check the model in a folder beside the output, which then takes its name."""
+    from scripts.merging import Tensors
+
+    output = options.output
     temporary = Path(tempfile.mkdtemp(dir=output.parent, prefix=f".{output.name}."))
     try:
         write(job, folder, options, temporary)

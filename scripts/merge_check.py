@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,25 +20,8 @@ from recipes.pipeline.config import InputError
 
 LOGITS = 1e-3  # largest difference in float32, nats
 LOSS = 0.01  # difference of the mean loss in bfloat16, or twice what rounding the base alone moves
-TEXTS = (
-    "The capital of France is Paris, and the river that runs through it is the Seine. The capital of Italy is Rome, and its"
-    " river is the Tiber, which is much shorter.",
-    "Below is an instruction that describes a task. Write a response that appropriately completes the request. The response"
-    " should be short, polite and correct.",
-    "Water boils at one hundred degrees Celsius at sea level, and at less on a mountain, because the pressure of the air is"
-    " lower there. So an egg takes longer to cook.",
-    "def add(a, b):\n    return a + b\n\n\ndef mean(values):\n    total = 0\n    for value in values:\n        total = add(total,"
-    " value)\n    return total / len(values)\n",
-    "Name three colors of the rainbow. Red, orange and yellow. Name three more. Green, blue and violet. Which one is in the"
-    " middle? Green is in the middle.",
-    "Dear Anna, thank you for your letter. The weather here is fine, and the children play in the garden every day. We hope to"
-    " see you all in the summer.",
-    "A train leaves at nine in the morning and arrives at noon. It has travelled for three hours. At eighty kilometres an hour"
-    " that makes two hundred and forty kilometres.",
-    "Der Hund schläft unter dem Tisch. La maison est au bord de la mer. El niño lee un libro en la cocina. O gato bebe leite"
-    " todas as manhãs.",
-)
-LENGTH = 32  # tokens of a row
+TEXTS = Path(__file__).resolve().parents[1] / "conf" / "data" / "smoke.jsonl"
+ROWS, LENGTH = 16, 64  # of tokens; with fewer the loss is noise
 
 
 def agreement(
@@ -48,7 +32,7 @@ def agreement(
     ids = rows_of_tokens(merged, config.vocab_size)
     wanted = _logits(lambda: unmerged(base, adapters, weights), ids)
     found = _logits(lambda: _load(merged), ids)
-    lines, same = [], True
+    lines, same, near = [], True, True
     logits, loss = (found - wanted).abs().max().item(), abs(_loss(found, ids) - _loss(wanted, ids))
     top = (found.argmax(-1) == wanted.argmax(-1)).float().mean().item()
     first = (
@@ -59,20 +43,19 @@ def agreement(
     if dtype == "float32":
         same = logits <= LOGITS
         lines.append(f"{first} (logits within {LOGITS:g}: {_word(same)})")
-    elif list(weights) == [1.0] and kept_tied:  # PEFT's own merge changes a tied pair together
+    else:
+        allowed = LOSS if loss <= LOSS else max(LOSS, 2 * _rounding(base, ids))
+        near = loss <= allowed
+        lines.append(f"{first} (loss within {allowed:.2g}, what rounding costs: {_word(near)})")
+    if dtype != "float32" and list(weights) == [1.0] and kept_tied:  # PEFT's own merge changes a tied pair together
         rounded = _logits(lambda: _rounded(unmerged(base, adapters, weights).merge_and_unload()), ids)
         difference = (found - rounded).abs().max().item()
         same = difference <= LOGITS
-        lines.append(f"{first} (what rounding to bfloat16 costs)")
         lines.append(
             f"check         merged against PEFT's merge, rounded to bfloat16: logits differ by up to {difference:.2g}"
             f" (within {LOGITS:g}: {_word(same)})"
         )
-    else:  # nothing has the same rounding: the base alone shows how far it goes
-        alone = [_loss(_logits(build, ids), ids) for build in (lambda: _load(base), lambda: _rounded(_load(base)))]
-        allowed = max(LOSS, 2 * abs(alone[0] - alone[1]))
-        same = loss <= allowed
-        lines.append(f"{first} (loss within {allowed:.2g}: {_word(same)})")
+    same = same and near
     for file in merged.glob("*.gguf"):
         read = _logits(lambda file=file: _load(merged, gguf_file=file.name, config=config), ids)
         difference = (read - found).abs().max().item()
@@ -85,17 +68,24 @@ def agreement(
     return "\n".join(lines), same
 
 
+def _rounding(base: Path, ids: Tensor) -> float:
+    """How far rounding to bfloat16 moves the base's own loss."""
+    whole, rounded = (_loss(_logits(build, ids), ids) for build in (lambda: _load(base), lambda: _rounded(_load(base))))
+    return abs(whole - rounded)
+
+
 def _word(right: bool) -> str:
     return "yes" if right else "NO"
 
 
 def rows_of_tokens(folder: Path, vocabulary: int) -> Tensor:
-    """(8, 32) ids: of the texts if there is a tokenizer, else drawn."""
+    """(16, 64) ids: of this repository's records if there is a tokenizer, else drawn."""
     with contextlib.suppress(OSError, ValueError):
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        encoded = [tokenizer(text, verbose=False)["input_ids"][:LENGTH] for text in TEXTS]
-        return torch.tensor([ids + ids[: LENGTH - len(ids)] * LENGTH for ids in encoded])[:, :LENGTH]
-    return torch.randint(0, vocabulary, (len(TEXTS), LENGTH), generator=torch.Generator().manual_seed(0))
+        records = map(json.loads, TEXTS.read_text(encoding="utf-8").splitlines())
+        text = "\n".join(f"{record['instruction']}\n{record['output']}\n" for record in records)
+        return torch.tensor(tokenizer(text, verbose=False)["input_ids"][: ROWS * LENGTH]).view(ROWS, LENGTH)
+    return torch.randint(0, vocabulary, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
 
 
 def _load(folder: Path, **options) -> nn.Module:

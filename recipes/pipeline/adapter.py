@@ -239,7 +239,6 @@ def fit_adapter(
             check_names("target_modules", sorted(config.target_modules), [*_linear_names(model), *_embeddings(model)])
         except InputError as error:
             raise InputError(f"adapter.path={folder} is of another base model: {error}") from error
-    _compare_bases(folder, config, model)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*base_model_name_or_path.*")  # said by ourselves
         wrapped = get_peft_model(model, config)
@@ -250,6 +249,7 @@ def fit_adapter(
     if set(found) - set(ours) and set(found) == set(with_base := _keys(wrapped, True)):
         ours = with_base  # PEFT saves the base's embedding too where it is a target
     _check_keys(folder, found, ours, shares.whole_shape if shares else lambda _, shape: shape)
+    _compare_bases(folder, config, model)
     return wrapped, ours
 
 

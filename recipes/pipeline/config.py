@@ -191,7 +191,7 @@ class GenerateConfig:
     repetition_penalty: float = 1.0  # divides the score of a token that prompt or text already hold
     stop: list[str] = field(default_factory=list)  # texts that end a completion; left out of it
     ignore_eos: bool = False  # always max_new_tokens; for measurements
-    batch_size: int | str = 8  # rows a rank; auto: from the memory plan, halved when memory runs out
+    batch_size: int | str = 8  # rows a rank; auto: from the memory plan, halved where a rank alone runs out of memory
     output: str | None = None  # JSONL, a line a prompt in input order, resumed if half-written; null: in the run folder
     stream: bool | None = None  # the text of a single prompt on the terminal as it comes; null: where there is one
     tensor_parallel: int = 1  # ranks that share one model; rows are dealt over the groups

@@ -14,6 +14,7 @@ from recipes.pipeline import questions
 from recipes.pipeline.config import Dtype, GenerateRecipe
 from recipes.pipeline.generation import Generator, end_ids
 from recipes.pipeline.ranks import Ranks
+from recipes.pipeline.room import planned_rows
 from recipes.pipeline.runtime import Runtime
 from recipes.pipeline.tensor_parallel import connect
 
@@ -59,4 +60,7 @@ def generator(cfg: GenerateRecipe, model: nn.Module, tokenizer: PreTrainedTokeni
     """Everything that decodes, with the end tokens of model and template."""
     ends = questions.ends(cfg, tokenizer, end_ids(model, tokenizer))
     ranks = Ranks.of(runtime, cfg.generate, model)
-    return Generator(model, tokenizer, cfg.generate, runtime, ends, cfg.runtime, ranks)
+    return Generator(
+        model, tokenizer, cfg.generate, runtime, ends, cfg.runtime, ranks,
+        planned=lambda longest: planned_rows(cfg, runtime, ranks, longest),
+    )  # fmt: skip

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from recipes.pipeline.config import GenerateConfig, InputError, RuntimeConfig
 from recipes.pipeline.decoder import Decoder, Shape, keeps_graphs, padded_width
 from recipes.pipeline.ranks import Ranks
-from recipes.pipeline.room import out_of_memory, planned_rows
+from recipes.pipeline.room import out_of_memory
 from recipes.pipeline.runtime import Runtime
 from recipes.pipeline.sampling import Sampler, prompt_seed
 from recipes.pipeline.texts import Writer
@@ -82,6 +82,7 @@ class Generator:
     execution: RuntimeConfig = field(default_factory=RuntimeConfig)
     ranks: Ranks = field(default_factory=Ranks)
     on_text: Callable[[int, str, bool], None] | None = None
+    planned: Callable[[int], int] | None = None  # rows of a batch, by the longest prompt's tokens, where they are not said
     on_batch: Callable[[dict[int, Completion]], None] | None = None  # hears of what has just been finished, by place
     speed: Speed = field(default_factory=Speed)
     decoder: Decoder | None = None
@@ -92,7 +93,9 @@ class Generator:
         """Rows of a batch of prompts of up to `longest` tokens: said, or from the memory plan. Collective."""
         if self.batch_rows is None:
             said = self.options.batch_size
-            self.batch_rows = said if isinstance(said, int) else planned_rows(self, longest)
+            if not isinstance(said, int) and self.planned is None:
+                raise InputError(f"generate.batch_size={said}: nothing here plans it; give a number of rows")
+            self.batch_rows = said if isinstance(said, int) else self.planned(longest)
         return self.batch_rows
 
     def run(self, requests: Sequence[Request]) -> dict[int, Completion]:
@@ -280,17 +283,19 @@ def generate_texts(
     ends: Sequence[int] | None = None,
     execution: RuntimeConfig | None = None,
     seed: int = 42,
+    planned: Callable[[int], int] | None = None,
 ) -> list[Completion]:
     """Completions in the order of `prompts`: texts, continued as they stand, or token ids (recipes.pipeline.prompts.encode_prompt).
 
-    ends: tokens that end a completion; None: the model's and the tokenizer's end tokens. Collective where several ranks run:
+    ends: tokens that end a completion; None: the model's and the tokenizer's end tokens. planned: rows of a batch for a
+    longest prompt, where options.batch_size is auto. Collective where several ranks run:
     each decodes its share, all get the whole list. The model is left in the mode (training or not) that it came in.
     """
     encoded = [encode_text(p, tokenizer) if isinstance(p, str) else list(p) for p in prompts]
     requests = [Request(ids, prompt_seed(seed, place)) for place, ids in enumerate(encoded)]
     generator = Generator(
         model, tokenizer, options, runtime, end_ids(model, tokenizer) if ends is None else list(ends),
-        execution or RuntimeConfig(), Ranks.of(runtime, options, model),
+        execution or RuntimeConfig(), Ranks.of(runtime, options, model), planned=planned,
     )  # fmt: skip
     training = model.training
     try:

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
 
+from recipes.pipeline import memory_plan
+
 if TYPE_CHECKING:
-    from transformers import LlamaConfig
+    from recipes.pipeline.config import GenerateRecipe
+    from recipes.pipeline.ranks import Ranks
+    from recipes.pipeline.runtime import Runtime
 
-    from recipes.pipeline.generation import Generator
-
-SHARE = 0.9  # of what is free: kernels' scratch and the allocator's waste are in no plan
+SHARE = 0.9  # of what is free: the allocator's waste and libraries' own memory are in no plan
 MOST_ROWS = 512
+FEW, MANY = 8, 16  # rows that are planned; the rest is a straight line
+THERE = ("weights", "adapter", "buffers")  # static terms of a plan that a loaded model has already taken
 
 
-def row_bytes(config: LlamaConfig, prompt: int, new: int, size: int, chunk: int = 0) -> dict[str, int]:
-    """Bytes that one row adds at the peak of generation, by term; `size` bytes a number, prompts of `prompt` tokens."""
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    together = min(prompt, chunk) if chunk else prompt
-    # of one layer at prefill: the stream, the norm's result, and gate, up and their product
-    widest = 2 * config.hidden_size + 2 * config.intermediate_size
-    return {
-        "keys and values": 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim * (prompt + new) * size,
-        "activations of a layer": together * widest * size,
-        "scores of the next token": 2 * config.vocab_size * 4,
-    }
+def row_bytes(cfg: GenerateRecipe, longest: int) -> dict[str, tuple[float, float]]:
+    """(bytes of no row, bytes of each row) beside a loaded model, by step of generation; prompts of up to `longest` tokens."""
+
+    def beside(rows: int) -> dict[str, int]:
+        other = copy.deepcopy(cfg)
+        other.generate.batch_size, other.generate.max_prompt_tokens = rows, longest
+        plans = memory_plan.plans(other, depths=memory_plan.QUICK)
+        return {name: made.high - sum(made.static.get(term, 0) for term in THERE) for name, made in plans.items()}
+
+    few, many = beside(FEW), beside(MANY)
+    each = {name: (many[name] - few[name]) / (MANY - FEW) for name in few}
+    return {name: (few[name] - FEW * each[name], each[name]) for name in few}
 
 
 def free_bytes(kind: str) -> int:
@@ -40,15 +46,12 @@ def free_bytes(kind: str) -> int:
     return psutil.virtual_memory().available
 
 
-def planned_rows(generator: Generator, longest: int) -> int:
-    """Rows of a batch that fit beside the weights: from 1 to 512, the same on all ranks. Collective."""
-    options, config = generator.options, generator.model.config
-    size = next(p.element_size() for p in generator.model.parameters() if p.is_floating_point())
-    each = sum(row_bytes(config, longest, options.max_new_tokens, size, options.prefill_chunk).values())
-    ranks_here = generator.runtime.world_size if generator.runtime.kind in ("cpu", "lazy") else 1
-    fitting = int(SHARE * free_bytes(generator.runtime.kind) / ranks_here // each)
-    counts = generator.ranks.gather({generator.runtime.rank: fitting})
-    return max(1, min(MOST_ROWS, *counts.values()))
+def planned_rows(cfg: GenerateRecipe, runtime: Runtime, ranks: Ranks, longest: int) -> int:
+    """Rows of a batch that fit beside the weights, by the memory plan: from 1 to 512, the same on all ranks. Collective."""
+    ranks_here = runtime.world_size if runtime.kind in ("cpu", "lazy") else 1
+    free = SHARE * free_bytes(runtime.kind) / ranks_here
+    fitting = min(int((free - fixed) // each) for fixed, each in row_bytes(cfg, longest).values())
+    return max(1, min(MOST_ROWS, *ranks.gather({runtime.rank: fitting}).values()))
 
 
 def out_of_memory(error: RuntimeError) -> bool:

@@ -463,9 +463,21 @@ def refused(capsys, *arguments) -> str:
     assert run(*arguments) == 2
     assert sorted(output.parent.iterdir()) == before
     error = capsys.readouterr().err
-    lines = [line for line in error.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1 and "Traceback" not in error
+    bars = ("merging:", "Loading checkpoint")
+    lines = [line for line in error.replace("\r", "\n").splitlines() if line.strip() and not line.startswith(bars)]
+    assert len(lines) == 1 and lines[0].startswith(("error: ", "usage")), error
     return lines[0]
+
+
+def test_options_are_named_as_they_are_given(base, plain, tmp_path, capsys, monkeypatch):
+    given = ("--adapter", plain, "--output", tmp_path / "out")
+    assert "error: --adapter nowhere: no such folder" in refused(capsys, "--adapter", "nowhere", *given[2:])
+    assert "error: --base nowhere" in refused(capsys, *given, "--base", "nowhere")
+    for weight in ("nan", "inf"):
+        assert f"--weights {weight}: takes numbers" in refused(capsys, *given, "--weights", weight)
+    monkeypatch.setattr(merge.shutil, "disk_usage", lambda _: merge.shutil._ntuple_diskusage(1, 1, 0))
+    assert run("--adapter", plain, "--output", tmp_path / "left" / "over" / "out") == 2
+    assert not (tmp_path / "left").exists()
 
 
 def test_an_existing_folder_is_never_written_to(plain, tmp_path, capsys):

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from recipes.pipeline import completions, engine, questions
 from recipes.pipeline.config import InputError
@@ -170,3 +172,18 @@ def test_the_program_streams_a_single_prompt_and_says_what_is_wrong(tmp_path, wa
     done = recipe("generate.max_new_tokens=0", "generate.prompt=[a]", "hydra.run.dir=other")
     assert (done.returncode, done.stdout) == (2, "") and not (tmp_path / "other").exists()
     assert done.stderr == "error: generate.max_new_tokens=0: takes 1 or more\n"
+    other = LlamaForCausalLM(LlamaConfig(vocab_size=259, hidden_size=32, intermediate_size=64, num_hidden_layers=2))
+    get_peft_model(other, LoraConfig(r=2, target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    done = recipe("generate.prompt=[a]", f"adapter.path={tmp_path / 'adapter'}", "hydra.run.dir=other")
+    assert done.returncode == 2 and not (tmp_path / "other").exists()
+    assert done.stderr.startswith("error: ") and "is of another base model" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_digest_is_of_the_adapters_content(compose, tmp_path):
+    cfg = compose("+experiment=tiny", f"adapter.path={tmp_path}", "generate.prompt=[a]", root="generate")
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
+    before = completions.settings_digest(cfg)
+    assert completions.settings_digest(cfg) == before
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"two")
+    assert completions.settings_digest(cfg) != before

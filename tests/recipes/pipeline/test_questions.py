@@ -57,6 +57,23 @@ def test_files_of_every_kind(load):
     assert found[0].prompt == "Add."
     _, found = load("generate.max_prompts=1", name="f.txt", content=lines)
     assert len(found) == 1
+    odd = ["a\u2028b", "c\fd", "e\vf", "g\x85h"]  # what str.splitlines takes for ends of lines
+    _, found = load(name="g.txt", content="\r\n".join(odd))
+    assert [question.prompt for question in found] == odd
+
+
+def test_a_record_that_is_continued_as_it_stands_has_its_input(load):
+    _, (one, two) = load("generate.template=false", name="b.json", content=json.dumps(RECORDS))
+    assert [bytes(question.ids).decode() for question in (one, two)] == ["Name three colors.", "Add.\n\n2 and 3"]
+
+
+def test_held_out_records_follow_the_template_option(load, tmp_path):
+    (tmp_path / "data.json").write_text(json.dumps(RECORDS * 10))
+    given = (f"data.path={tmp_path / 'data.json'}", "generate.held_out=true", "generate.max_prompts=1")
+    _, (plain,) = load(*given, "generate.template=false")
+    _, (wrapped,) = load(*given)
+    assert bytes(plain.ids).decode() == plain.prompt == wrapped.prompt
+    assert bytes(wrapped.ids).decode().startswith("Below is")
 
 
 @pytest.mark.parametrize("template", ["alpaca", "llama2_chat"])
@@ -150,6 +167,12 @@ def test_skipped_prompts_keep_their_place(load, capsys):
         ("f.jsonl", '{"prompt": ', "line 1 column"),
         ("g.jsonl", '{"prompt": "  "}', "line 1: an empty text"),
         ("h.pdf", "x", "unknown ending; accepted: .txt"),
+        ("i.jsonl", '{"instruction": "a", "input": 5}', "line 1: input is 5, not a text"),
+        ("j.jsonl", '{"instruction": "a", "output": {"b": 1}}', "line 1: output is {'b': 1}, not a text"),
+        ("k.jsonl", '{"prompt": "a", "seed": true}', "seed True is not a whole number"),
+        ("l.jsonl", '{"instruction": " ", "input": "x"}', "line 1: an empty text"),
+        ("m.json", '["ok", "a\\ud83db"]', "half of a surrogate pair"),
+        ("n.jsonl", '{"instruction": "a", "output": "\\ud83d"}', "half of a surrogate pair"),
     ],
 )
 def test_damaged_sources(load, name, content, said):
@@ -170,6 +193,10 @@ def test_damaged_sources(load, name, content, said):
         ),
         (["generate.prompt=[a]", "generate.stop=['']"], "empty text"),
         (["generate.prompt=[a]", "generate.temperature=-1"], "generate.temperature=-1"),
+        (["generate.prompt=[a]", "generate.temperature=1e-40"], "takes 0.001 to 1000, or 0"),
+        (["generate.prompt=[a]", "generate.temperature=inf"], "takes 0.001 to 1000, or 0"),
+        (["generate.prompt=[a]", "generate.repetition_penalty=inf"], "takes 0.001 to 1000; 1 changes nothing"),
+        (["generate.file=/tmp"], "generate.file=/tmp: a folder, give a file in it"),
         (["generate.prompt=[a]", "generate.tensor_parallel=2", "deepspeed=zero3"], "both cut the weights"),
         (["generate.prompt=[a]", "generate.max_new_tokens=1024"], "leaves no room for a prompt in the model's 1024"),
         (["generate.file=/nowhere/a.txt"], "generate.file=/nowhere/a.txt: no such file"),
