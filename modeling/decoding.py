@@ -3,14 +3,16 @@
 B rows, S new tokens, T keys, H hidden, N heads, K key/value heads, D head dim, V vocabulary, R adapter rank.
 
 A decoding step is bound by reading the weights and by the host's work per op. So q, k and v are one product, gate and up are
-one, the residual add is part of the product before it, and rotation is one op for queries and keys. Weights are stored along
-their longer side, and the head is cut into blocks: a product with few rows then reads memory in order. Not for graphs,
-compilers, training or tensor parallelism; there is no seam here: nothing of a step can be seen from outside, and nothing of it
+one, the residual add is part of the product before it, and rotation is one op for queries and keys. On a CPU's threads a
+product in float32 is a batch of products, a part of the outputs each, because one product with few rows is shared out badly; on
+one thread weights are stored along their longer side, and the head is cut into blocks, so that memory is read in order. Not for
+graphs, compilers, training or tensor parallelism; there is no seam here: nothing of a step can be seen from outside, and nothing of it
 is lazy.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -48,7 +50,8 @@ class Product:
 
     def __init__(self, modules: Sequence[nn.Module], adapters: Sequence[LowRank | None]) -> None:
         joined = torch.cat([module.weight.data for module in modules]).t()  # (inputs, outputs)
-        if joined.shape[0] <= joined.shape[1]:
+        self.parts = _parts(joined)  # (parts, inputs, outputs of a part); None: one product
+        if self.parts is None and joined.shape[0] <= joined.shape[1]:
             joined = joined.contiguous()
         start = 0
         for module in modules:
@@ -62,8 +65,27 @@ class Product:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x (T, inputs) -> (T, outputs), added to `residual` in its memory if there is one."""
-        out = torch.mm(x, self.weight) if residual is None else residual.addmm_(x, self.weight)
+        if self.parts is not None:
+            out = self._in_parts(x, residual)
+        else:
+            out = torch.mm(x, self.weight) if residual is None else residual.addmm_(x, self.weight)
         return out if self.low is None else out.addmm_(torch.mm(x, self.low[0]), self.low[1])
+
+    def _in_parts(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        count, rows = len(self.parts), len(x)
+        shared = x.expand(count, *x.shape)
+        if residual is None:
+            return torch.bmm(shared, self.parts).transpose(0, 1).reshape(rows, -1)
+        residual.view(rows, count, -1).transpose(0, 1).baddbmm_(shared, self.parts)
+        return residual
+
+
+def _parts(weight: Tensor) -> Tensor | None:
+    """(inputs, outputs) as products that a CPU's threads share: as many as threads, where they divide the outputs."""
+    count = math.gcd(torch.get_num_threads(), weight.shape[1])
+    if weight.device.type != "cpu" or weight.dtype is not torch.float32 or count == 1:
+        return None
+    return weight.t().view(count, -1, weight.shape[0]).transpose(1, 2)
 
 
 def _joined_adapters(modules: Sequence[nn.Module], adapters: Sequence[LowRank | None]) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ SmolLM2-135M-Instruct in float32, 128 new tokens, greedy, prompts of the reposit
 decode the same prompts in turn; a row's ratio is the median over the pairs. transformers runs with its best cache of
 dynamic and static, chosen by a short run first. Decode time is that of the 127 tokens behind the first, prefill the time up
 to the first. Peak memory is each one's own process: resident bytes at the end of a run of the largest batch.
+--profile adds where a decoding step's time goes, by torch's profiler.
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ from recipes.pipeline.weights import locate
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CPU = Runtime("cpu", lazy=False)
+CACHES = ("dynamic", "static")  # of transformers
+# Names of torch's ops by what they are for; the rest is element-wise
+KINDS = {
+    "products with weights": ("mm", "addmm", "bmm", "baddbmm", "mv", "addmv"),
+    "attention": ("softmax", "scaled_dot_product", "flash_attention"),
+    "copies and joins": ("copy", "cat", "index", "clone", "contiguous", "repeat", "fill", "zero"),
+}
+PROFILED = 16  # decoding steps
 MODELS = ("model=smollm2_135m", "model.dtype=float32", "dry_run=true")
 
 
@@ -52,7 +61,8 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 16], help="rows of a batch")
     parser.add_argument("--tokens", type=int, default=128, help="new tokens")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: torch's own choice")
-    parser.add_argument("--memory-of", choices=["stock", "ours"], help=argparse.SUPPRESS)
+    parser.add_argument("--profile", action="store_true", help="also the time of a decoding step by kind of op")
+    parser.add_argument("--memory-of", choices=["ours", *CACHES], help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.threads:
         torch.set_num_threads(options.threads)
@@ -68,8 +78,9 @@ def table(cfg: GenerateRecipe, options: argparse.Namespace) -> str:
     tokenizer = load_tokenizer(cfg.model)
     stock, ours = load_stock(cfg), load_weights(cfg, tokenizer).eval()
     rows = ["| | transformers' generate | this project's | ratio |", "|---|---|---|---|"]
+    profiles: list[str] = []
     with tqdm(total=len(options.batches) * (options.pairs + 1) + 2, desc="measuring", unit="run") as bar:
-        for batch in options.batches:
+        for batch in sorted(options.batches):
             prompts = prompts_of(cfg, tokenizer, batch)
             cache = best_cache(stock, prompts)
             bar.update()
@@ -80,8 +91,10 @@ def table(cfg: GenerateRecipe, options: argparse.Namespace) -> str:
                 )
                 bar.update()
             rows += rows_of(batch, options.tokens, cache, pairs)
+            if options.profile:
+                profiles += profile_rows(batch, *steps_by_kind(stock, ours, tokenizer, prompts, cache))
         peaks = []
-        for which in ("stock", "ours"):
+        for which in (cache, "ours"):  # of the largest batch
             peaks.append(memory_elsewhere(which, max(options.batches), options))
             bar.update()
     rows.append(
@@ -90,6 +103,7 @@ def table(cfg: GenerateRecipe, options: argparse.Namespace) -> str:
     return "\n".join(
         [
             *rows,
+            *profiles,
             "",
             f"{torch.get_num_threads()} CPU threads, {options.pairs} pairs, float32, {options.tokens} new tokens.",
         ]
@@ -177,9 +191,50 @@ def best_cache(model: StockLlama, prompts: list[list[int]]) -> str:
     """The cache that decodes 16 tokens fastest, after one run of each to warm up."""
     times = {}
     for _ in range(2):
-        for cache in ("dynamic", "static"):
+        for cache in CACHES:
             times[cache] = of_stock(model, prompts, 16, cache).decode
     return min(times, key=times.get)
+
+
+def steps_by_kind(
+    stock: StockLlama, ours: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: list[list[int]], cache: str
+) -> list[dict[str, float]]:
+    """Milliseconds of a decoding step of each side, by kind of op; `host` is what is not inside an op."""
+    sides = [
+        lambda tokens: of_stock(stock, prompts, tokens, cache),
+        lambda tokens: of_ours(ours, tokenizer, prompts, tokens),
+    ]
+    found = []
+    for run in sides:
+        _generators.clear()
+        run(PROFILED + 1)
+        whole = run(PROFILED + 1).decode
+        ops = []
+        for tokens in (PROFILED + 1, 1):  # the second is the prefill alone
+            _generators.clear()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                run(tokens)
+            ops.append(by_kind(profile))
+        step = {kind: (ops[0][kind] - ops[1][kind]) / PROFILED / 1000 for kind in ops[0]}
+        found.append(step | {"host (Python, dispatch)": max(0.0, 1000 * whole / PROFILED - sum(step.values()))})
+    _generators.clear()
+    return found
+
+
+def by_kind(profile: torch.profiler.profile) -> dict[str, float]:
+    """Microseconds inside torch's ops, each one's own."""
+    sums = dict.fromkeys([*KINDS, "element-wise"], 0.0)
+    for event in profile.key_averages():
+        name = event.key.removeprefix("aten::")
+        kind = next((k for k, names in KINDS.items() if name.lstrip("_").startswith(names)), "element-wise")
+        if event.key.startswith("aten::"):
+            sums[kind] += event.self_cpu_time_total
+    return sums
+
+
+def profile_rows(batch: int, stock: dict[str, float], ours: dict[str, float]) -> list[str]:
+    rows = ["", f"| decoding step, batch {batch}, ms | transformers' generate | this project's |", "|---|---|---|"]
+    return rows + [f"| {kind} | {stock[kind]:.1f} | {ours[kind]:.1f} |" for kind in stock]
 
 
 def memory_elsewhere(which: str, batch: int, options: argparse.Namespace) -> float:
@@ -194,10 +249,10 @@ def memory(cfg: GenerateRecipe, which: str, batch: int, tokens: int) -> float:
     """Load and generate once; the process's peak in GiB."""
     tokenizer = load_tokenizer(cfg.model)
     prompts = prompts_of(cfg, tokenizer, batch)
-    if which == "stock":
-        of_stock(load_stock(cfg), prompts, tokens, "dynamic")
-    else:
+    if which == "ours":
         of_ours(load_weights(cfg, tokenizer).eval(), tokenizer, prompts, tokens)
+    else:
+        of_stock(load_stock(cfg), prompts, tokens, which)
     return CPU.memory()["max_memory_allocated (GB)"]
 
 

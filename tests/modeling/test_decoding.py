@@ -5,7 +5,7 @@ import torch
 from transformers import LlamaConfig
 
 from modeling.cache import ReusedKeyValues
-from modeling.decoding import FusedDecoder, LowRank, can_fuse, plain
+from modeling.decoding import FusedDecoder, LowRank, Product, can_fuse, plain
 from modeling.execution import Execution, bind
 
 IDS = torch.randint(3, 64, (3, 14), generator=torch.Generator().manual_seed(2))
@@ -15,6 +15,16 @@ def places(padding, start, count):
     return (torch.arange(start, start + count) - padding.unsqueeze(1)).clamp(min=0)
 
 
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    """Products are shared out over threads: their outputs divide by 2, not by 3."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("padding", [[0, 0, 0], [0, 5, 2]])
 @pytest.mark.parametrize("chunk", [9, 4])
 @pytest.mark.parametrize("shape", [{}, {"num_key_value_heads": 4}, {"tie_word_embeddings": True, "head_dim": 16}])
@@ -37,6 +47,7 @@ def test_scores_are_transformers_own(pair, padding, chunk, shape):
                 torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.usefixtures("threads")
 def test_the_model_itself_is_unchanged_and_no_weight_is_kept_twice(pair):
     stock, ours = pair(tie_word_embeddings=False)
     decoder = FusedDecoder(ours, 20)
@@ -49,6 +60,15 @@ def test_the_model_itself_is_unchanged_and_no_weight_is_kept_twice(pair):
     assert {product.weight.untyped_storage().data_ptr() for product in joined} <= owned
 
 
+def test_products_are_shared_out_where_threads_divide_the_outputs(pair, threads):
+    decoder = FusedDecoder(pair()[1], 20)
+    counts = {
+        1 if product.parts is None else len(product.parts) for product in decoder.layers[0] if type(product) is Product
+    }
+    assert counts == {2 if threads == 2 else 1}
+
+
+@pytest.mark.usefixtures("threads")
 def test_adapters_are_added_in_full_precision(pair):
     _, ours = pair()
     targets = {}

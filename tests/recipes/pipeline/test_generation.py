@@ -325,7 +325,11 @@ def test_every_kind_of_adapter_generates_what_peft_does(tiny, compose, tmp_path,
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the vocabulary's tables are saved too
         adapted.save_pretrained(tmp_path / "adapter")
-    given = [f"model.name_or_path={tmp_path / 'base'}", f"adapter.path={tmp_path / 'adapter'}", "generate.ignore_eos=true"]
+    given = [
+        f"model.name_or_path={tmp_path / 'base'}",
+        f"adapter.path={tmp_path / 'adapter'}",
+        "generate.ignore_eos=true",
+    ]
     cfg = compose(*given, "runtime=cpu", "generate.prompt=[x]", "generate.max_new_tokens=9", root="generate")
     model = engine.distribute(cfg, build_model(cfg, load_tokenizer(cfg.model), CPU), CPU)
     done = engine.generator(cfg, model, tokenizer, CPU).run([Request(prompt, 0) for prompt in PROMPTS])
