@@ -94,6 +94,9 @@ def main(argv: list[str] | None = None) -> int:
 
 def merge(options: argparse.Namespace) -> int:
     """Everything between a checked command line and the finished folder. Raises InputError, OSError."""
+    from recipes.pipeline.adapter import adapter_folder
+
+    options.adapter = [adapter_folder(path) for path in options.adapter]
     source, folder = find_base(options)
     job = plan(options, folder, str(source))
     output = options.output

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import multiprocessing
 import os
@@ -73,6 +74,7 @@ def run(options: argparse.Namespace) -> None:
     if options.compare:
         other = compose_here(as_plan([*options.overrides, *options.compare], root), root)
         return print(comparison(memory_plan.main_plan(cfg), memory_plan.main_plan(other), " ".join(options.compare)))
+    _load()
     found = memory_plan.plans(cfg)
     extra = {} if options.quick else variations(cfg, card_of(cfg, options.card), found, quiet=options.json)
     if options.json:
@@ -88,6 +90,19 @@ def run(options: argparse.Namespace) -> None:
 
         write(options.html, " ".join(options.overrides) or "defaults", text, found)
         print(f"\npicture       {options.html}")
+
+
+def _load() -> None:
+    """The libraries. They are most of a plan's time, so nothing looks for garbage meanwhile, and scikit-learn, which transformers
+    takes for assisted decoding, stays out where it is not loaded yet."""
+    gc.disable()
+    kept_out = sys.modules.setdefault("sklearn", None) is None
+    import modeling.memory  # noqa: F401
+
+    if kept_out:
+        del sys.modules["sklearn"]
+    gc.freeze()
+    gc.enable()
 
 
 def root_of(overrides: list[str]) -> str:
@@ -116,15 +131,18 @@ def variations(cfg: LoraRecipe, card: str, found: dict[str, Any], quiet: bool) -
     kind, made = next(iter(found.items()))
     plain = memory_options.without(cfg)
     jobs: list[Job] = []
-    for name, configured in (("with", cfg), ("without", plain)):
+    for name, configured, known in (("with", cfg, made.high), ("without", plain, None)):
         if configured is not None:
             jobs += [
-                (f"rows {name}", memory_options.largest_rows, (configured, room, kind)),
+                (f"rows {name}", memory_options.largest_rows, (configured, room, kind, known)),
                 (f"length {name}", memory_options.largest_length, (configured, room, kind)),
             ]
     jobs += [(name, _nominal, (other, kind)) for name, other in memory_options.options(cfg)]
-    finished = _one_by_one(jobs) if isinstance(cfg, GenerateRecipe) else _on_two_processes(jobs)
-    progress = tqdm(finished, "options", len(jobs), unit="plan", disable=quiet or not sys.stderr.isatty())
+    # A fork has the libraries already, but may not follow a backward pass
+    start = "fork" if isinstance(cfg, GenerateRecipe) and "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    progress = tqdm(
+        _on_two_processes(jobs, start), "options", len(jobs), unit="plan", disable=quiet or not sys.stderr.isatty()
+    )
     results: dict[str, Any] = dict(progress)
     largest = {
         name: {unit: dataclasses.astuple(results.pop(f"{unit} {name}")) for unit in ("rows", "length")}
@@ -137,15 +155,9 @@ def variations(cfg: LoraRecipe, card: str, found: dict[str, Any], quiet: bool) -
     }
 
 
-def _one_by_one(jobs: list[Job]) -> Iterator[tuple[str, Any]]:
-    """For plans that take less time than a process needs to start."""
-    for name, function, given in jobs:
-        yield name, function(*given)
-
-
-def _on_two_processes(jobs: list[Job]) -> Iterator[tuple[str, Any]]:
+def _on_two_processes(jobs: list[Job], start: str) -> Iterator[tuple[str, Any]]:
     workers = min(2, os.cpu_count() or 1)
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context(start)) as pool:
         waiting = [(name, pool.submit(function, *given)) for name, function, given in jobs]
         for name, job in waiting:
             yield name, job.result()

@@ -42,7 +42,7 @@ def add_adapter(model: PreTrainedModel, cfg: LoraRecipe) -> nn.Module:
         return model.requires_grad_(False) if not cfg.train.do_train else model
     torch.manual_seed(cfg.seed)  # equal on every rank
     if cfg.adapter.path:
-        wrapped = load_adapter(model, Path(cfg.adapter.path), trainable=cfg.train.do_train)
+        wrapped = load_adapter(model, adapter_folder(cfg.adapter.path), trainable=cfg.train.do_train)
     elif cfg.train.do_train:
         wrapped = get_peft_model(model, lora_config(cfg.adapter, model))
     else:
@@ -279,13 +279,19 @@ def _compare_bases(folder: Path, config: PeftConfig, model: PreTrainedModel) -> 
         print(f"adapter.path={folder} was trained on {trained_on}, the model here is {given}", file=sys.stderr)
 
 
+def adapter_folder(path: str | Path) -> Path:
+    """The adapter's folder; of a run's folder, the adapter that the run has left."""
+    folder = Path(path).expanduser()
+    inside = folder / "adapter"
+    return inside if not (folder / CONFIG_FILE).is_file() and (inside / CONFIG_FILE).is_file() else folder
+
+
 def read_adapter_config(folder: Path) -> PeftConfig:
     """adapter_config.json of `folder`. Raises InputError if there is none, or none of LoRA."""
     if not folder.is_dir():
         raise InputError(f"adapter.path={folder}: no such folder")
     if not (folder / CONFIG_FILE).is_file():
-        inside = " (did you mean its folder adapter?)" if (folder / "adapter" / CONFIG_FILE).is_file() else ""
-        raise InputError(f"adapter.path={folder}: no {CONFIG_FILE} in it{inside}")
+        raise InputError(f"adapter.path={folder}: no {CONFIG_FILE} in it")
     try:
         config = PeftConfig.from_pretrained(str(folder))
     except (ValueError, TypeError, KeyError, json.JSONDecodeError) as error:

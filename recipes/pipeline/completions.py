@@ -15,6 +15,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from recipes.pipeline.adapter import adapter_folder
 from recipes.pipeline.compose import to_yaml
 from recipes.pipeline.config import GenerateRecipe, InputError
 from recipes.pipeline.generation import Completion, Generator
@@ -43,6 +44,7 @@ class Output:
     keys: list[str]  # digest of all that decides a prompt's text, by prompt
     done: int
     stream: bool
+    adapter: str | None = None  # its folder
     found: dict[int, dict[str, Any]] = field(default_factory=dict)  # lines of finished batches behind `done`
     shorten: int | None = None  # bytes that stay of a file whose last line was cut short
 
@@ -64,7 +66,8 @@ def find_output(cfg: GenerateRecipe, runtime: Runtime, folder: Path, asked: list
     settings = settings_digest(cfg)
     keys = [_key(settings, question, cfg.generate.temperature > 0) for question in asked]
     stream = len(asked) == 1 if cfg.generate.stream is None else cfg.generate.stream
-    output = Output(path, folder, keys, 0, stream and runtime.is_main)
+    adapter = str(adapter_folder(cfg.adapter.path)) if cfg.adapter.path else None
+    output = Output(path, folder, keys, 0, stream and runtime.is_main, adapter)
     if path.exists():
         _finished_lines(output)
     for file in sorted(path.parent.glob(glob.escape(f".{path.name}.") + "*.part")):
@@ -95,7 +98,7 @@ def settings_digest(cfg: GenerateRecipe) -> str:
     """Of model, adapter, template and sampling: two runs with one digest give one text for one prompt."""
     options = {k: v for k, v in dataclasses.asdict(cfg.generate).items() if k not in WITHOUT_EFFECT}
     model = {k: v for k, v in dataclasses.asdict(cfg.model).items() if k != "cache_dir"}
-    files = sorted(Path(cfg.adapter.path).expanduser().glob("adapter_*")) if cfg.adapter.path else []
+    files = sorted(adapter_folder(cfg.adapter.path).glob("adapter_*")) if cfg.adapter.path else []
     adapter = {file.name: _content(file) for file in files}
     parts = [model, adapter, cfg.data.template.name, cfg.data.system_prompt, cfg.seed, options]
     return _digest(parts)
@@ -250,7 +253,7 @@ def report(runtime: Runtime, output: Output, results: dict[str, Any]) -> None:
         return
     if not results["prompts"]:
         return print(f"completions   {os.path.relpath(output.path)}: all were there", flush=True)
-    write_json(output.folder / "generation.json", results)
+    write_json(output.folder / "generation.json", {"adapter": output.adapter, **results})
     lines = [""]
     for name in ("prefill", "decode"):
         rate = results[f"{name}_tokens_per_second"]
@@ -263,5 +266,5 @@ def report(runtime: Runtime, output: Output, results: dict[str, Any]) -> None:
         )
     lines.append(f"peak memory   {results['max_memory_allocated (GB)']:g} GiB")
     lines += compared(results)
-    lines.append(f"completions   {os.path.relpath(output.path)}")
+    lines += [f"adapter       {output.adapter or 'none'}", f"completions   {os.path.relpath(output.path)}"]
     print("\n".join(lines), flush=True)

@@ -391,7 +391,9 @@ def _check_generation_ranges(options: GenerateConfig) -> None:
         if value is not None and not value >= low:
             raise InputError(f"generate.{name}={value}: takes {low} or more")
     if options.temperature != 0 and not 1e-3 <= options.temperature <= 1e3:
-        raise InputError(f"generate.temperature={options.temperature}: takes 0.001 to 1000, or 0 for the likeliest token")
+        raise InputError(
+            f"generate.temperature={options.temperature}: takes 0.001 to 1000, or 0 for the likeliest token"
+        )
     if not 0 < options.top_p <= 1:
         raise InputError(f"generate.top_p={options.top_p}: takes above 0 to 1")
     if not 1e-3 <= options.repetition_penalty <= 1e3:

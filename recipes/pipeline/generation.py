@@ -82,7 +82,9 @@ class Generator:
     execution: RuntimeConfig = field(default_factory=RuntimeConfig)
     ranks: Ranks = field(default_factory=Ranks)
     on_text: Callable[[int, str, bool], None] | None = None
-    planned: Callable[[int], int] | None = None  # rows of a batch, by the longest prompt's tokens, where they are not said
+    planned: Callable[[int], int] | None = (
+        None  # rows of a batch, by the longest prompt's tokens, where they are not said
+    )
     on_batch: Callable[[dict[int, Completion]], None] | None = None  # hears of what has just been finished, by place
     speed: Speed = field(default_factory=Speed)
     decoder: Decoder | None = None

@@ -48,7 +48,7 @@ def options(cfg: LoraRecipe) -> Iterator[tuple[str, LoraRecipe]]:
         if isinstance(rows, int) and rows > 1:
             yield set_("generate", "batch_size", rows // 2)
         if not cfg.generate.prefill_chunk:
-            yield set_("generate", "prefill_chunk", 256)
+            yield set_("generate", "prefill_chunk", 512)
         return
     train = cfg.train
     if not train.do_train:
@@ -98,13 +98,15 @@ class Largest:
     bound: str = ""  # why it ends there, where it is not the card
 
 
-def largest_rows(cfg: LoraRecipe, room: float, step: str) -> Largest:
-    """Rows of a batch that fit into `room` bytes; `step`: the kind that decides, by its name in `memory_plan.plans`."""
+def largest_rows(cfg: LoraRecipe, room: float, step: str, known: int | None = None) -> Largest:
+    """Rows of a batch that fit into `room` bytes; `step`: the kind that decides, by its name in `memory_plan.plans`; `known`:
+    the high figure of cfg as it is."""
     field = ("generate", "batch_size") if isinstance(cfg, GenerateRecipe) else ("train", "per_device_train_batch_size")
     given = getattr(getattr(cfg, field[0]), field[1])
     given = given if isinstance(given, int) else 1
+    seen = {} if known is None else {given: known}
     return _largest(
-        cfg, room, step, lambda other, n: setattr(getattr(other, field[0]), field[1], n), given, MOST_ROWS, 1
+        cfg, room, step, lambda other, n: setattr(getattr(other, field[0]), field[1], n), given, MOST_ROWS, 1, seen
     )
 
 
@@ -125,14 +127,19 @@ def largest_length(cfg: LoraRecipe, room: float, step: str) -> Largest:
             other.data.max_seq_length = n
 
     given = generation_plan.longest_prompt(cfg, False) if isinstance(cfg, GenerateRecipe) else cfg.data.max_seq_length
-    return _largest(cfg, room, step, change, given, limit, 128)
+    return _largest(cfg, room, step, change, given, limit, 128, {})
 
 
 def _largest(
-    cfg: LoraRecipe, room: float, step: str, change: Callable[[LoraRecipe, int], None], given: int, most: int, unit: int
+    cfg: LoraRecipe,
+    room: float,
+    step: str,
+    change: Callable[[LoraRecipe, int], None],
+    given: int,
+    most: int,
+    unit: int,
+    seen: dict[int, int],
 ) -> Largest:
-    seen: dict[int, int] = {}
-
     def fits(places: int) -> bool:
         if places not in seen:
             other = copy.deepcopy(cfg)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from recipes.pipeline.config import (
@@ -165,7 +164,6 @@ def _builder(cfg: LoraRecipe, runtime: Runtime) -> Build:
         import torch
 
         from modeling.execution import bind
-        from recipes.pipeline.adapter import add_adapter
         from recipes.pipeline.model import DTYPES, build_execution
 
         config = shape_of(cfg)
@@ -181,7 +179,12 @@ def _builder(cfg: LoraRecipe, runtime: Runtime) -> Build:
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
             if reentrant:
                 model.enable_input_require_grads()
-        model = _with_finished_adapter(model, cfg) if cfg.adapter.path else add_adapter(model, cfg)
+        if cfg.adapter.path:
+            model = _with_finished_adapter(model, cfg)
+        elif not isinstance(cfg, GenerateRecipe):
+            from recipes.pipeline.adapter import add_adapter  # here: generation without an adapter has no need of PEFT
+
+            model = add_adapter(model, cfg)
         if isinstance(cfg, GenerateRecipe) or not cfg.train.do_train:
             model.requires_grad_(False)
         if cfg.deepspeed and cfg.model.dtype is Dtype.bfloat16:  # DeepSpeed casts the whole module
@@ -230,9 +233,11 @@ def _shares(ranks: int, cut: Cut) -> object:
 def _with_finished_adapter(model: nn.Module, cfg: LoraRecipe) -> nn.Module:
     from peft import get_peft_model
 
-    from recipes.pipeline.adapter import lora_config, read_adapter_config
+    from recipes.pipeline.adapter import adapter_folder, lora_config, read_adapter_config
 
-    folder = Path(cfg.adapter.path)  # a plan may come before the adapter: then with what the configuration says
+    folder = adapter_folder(
+        cfg.adapter.path
+    )  # a plan may come before the adapter: then with what the configuration says
     config = read_adapter_config(folder) if folder.is_dir() else lora_config(cfg.adapter, model)
     config.inference_mode = not cfg.train.do_train
     return get_peft_model(model, config)

@@ -3,6 +3,7 @@
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -289,7 +290,9 @@ def test_the_folder_is_whole(base, plain, tmp_path, capsys):
 def test_our_recipe_gives_one_text_from_adapter_and_merged(base, plain, tmp_path, run_recipe):
     assert run("--adapter", plain, "--output", tmp_path / "out", "--dtype", "float32") == 0
     texts = []
-    for model in ([f"model.name_or_path={base}", f"adapter.path={plain}"], [f"model.name_or_path={tmp_path / 'out'}"]):
+    shutil.copytree(plain, tmp_path / "run" / "adapter")
+    adapters = ([f"model.name_or_path={base}", f"adapter.path={path}"] for path in (plain, tmp_path / "run"))
+    for model in (*adapters, [f"model.name_or_path={tmp_path / 'out'}"]):
         done = run_recipe(
             *model, "model.shape={}", "runtime=cpu", "generate.prompt=[Name three colors]", "generate.template=false",
             "generate.max_new_tokens=12",
@@ -297,7 +300,7 @@ def test_our_recipe_gives_one_text_from_adapter_and_merged(base, plain, tmp_path
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
         texts.append(json.loads((tmp_path / f"{len(texts)}.jsonl").read_text())["text"])
-    assert texts[0] == texts[1] != ""
+    assert texts[0] == texts[1] == texts[2] != ""
 
 
 # GGUF

@@ -69,9 +69,11 @@ def test_two_configurations_term_by_term(printed):
 @pytest.mark.slow
 def test_options_and_the_largest_batch(printed):
     """The batch that is said to fit fits, and one row more does not."""
-    arguments = ("+experiment=smoke", "runtime=cpu", "train.do_eval=false", "--json", "--card", "H100")
+    shape = [f"model.config.{pair}" for pair in ("hidden_size=4096", "intermediate_size=16384", "vocab_size=32000")]
+    arguments = ("+experiment=tiny", "runtime=cpu", *shape, "train.do_eval=false", "--json", "--card", "H100")
     found = json.loads(printed(*arguments))
-    assert found["options"]["train.per_device_train_batch_size=4"] < 0 < found["options"]["adapter.r=16"]
+    assert found["options"]["train.per_device_train_batch_size=2"] < 0 < found["options"]["adapter.r=8"]
+    assert "without" not in found["largest"]  # in training op by op there is neither break nor in-place add
     rows, bound = found["largest"]["with"]["rows"]
     assert bound == "" and rows > 1
 
@@ -81,6 +83,16 @@ def test_options_and_the_largest_batch(printed):
         return max(plan["high"] for plan in plans.values())
 
     assert high(rows) <= capacity("H100") < high(rows + 1)
+
+
+@pytest.mark.slow
+def test_the_largest_batch_of_70b_with_and_without_the_measures(printed):
+    """Where the in-place add saves two (rows, length, hidden) tensors of a batch, more rows fit."""
+    found = json.loads(printed("+experiment=70b_generate", "--json"))
+    rows = [found["largest"][which]["rows"][0] for which in ("with", "without")]
+    assert rows[0] > rows[1] > 172
+    saved = 2 * 172 * 2048 * 8192 * 2
+    assert found["options"]["runtime.in_place_residual=false"] == pytest.approx(saved, rel=0.001)
 
 
 @pytest.mark.parametrize(

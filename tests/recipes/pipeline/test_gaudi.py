@@ -188,12 +188,13 @@ def test_memory_keys_are_optimum_habanas(runs):
 def recipe(tmp_path_factory):
     """recipe("runtime=gaudi_lazy", launcher=[...], HABANA_DOUBLE_CARDS="2") -> (log, journals of the ranks, process)."""
 
-    def start(*overrides: str, launcher: tuple[str, ...] = (), **variables: str):
+    def start(*overrides: str, launcher: tuple[str, ...] = (), script: str = "lora.py", **variables: str):
         folder = tmp_path_factory.mktemp("recipe")
         command = [sys.executable]
         if launcher:
             command += [str(REPOSITORY / "scripts" / "gaudi_spawn.py"), *launcher]
-        command += [str(REPOSITORY / "recipes" / "lora.py"), *COMMON, f"hydra.run.dir={folder}/run", *overrides]
+        common = COMMON if script == "lora.py" else COMMON[:1]
+        command += [str(REPOSITORY / "recipes" / script), *common, f"hydra.run.dir={folder}/run", *overrides]
         journal = {"HABANA_DOUBLE_JOURNAL": str(folder / "journal")}
         variables = environment(**journal, **variables)
         variables["PYTHONPATH"] = str(DOUBLES)
@@ -254,6 +255,26 @@ def _environment_came_first(journal: dict, lazy: str) -> None:
     assert set(first["modules"]) <= {
         "torch"
     }  # neither transformers nor DeepSpeed nor optimum-habana was there before it
+
+
+def test_generation_with_hpu_graphs_gives_the_cpus_texts(recipe, tmp_path):
+    """Captured once for each shape, in the first batch, and replayed; two buckets of prompts are two shapes."""
+    prompts = ["Add.", "Name three colors.", "What is it?", "Say hello.", "x" * 150, "y" * 140]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    given = [f"generate.file={tmp_path}/prompts.txt", "generate.max_new_tokens=12", "generate.batch_size=2"]
+    texts = {}
+    for name, options in (
+        ("cpu", ["runtime=cpu"]),
+        ("graphs", ["runtime=gaudi_lazy", "runtime.use_hpu_graphs_for_inference=true"]),
+    ):
+        out = tmp_path / f"{name}.jsonl"
+        _, journals, done = recipe(*given, *options, f"generate.output={out}", script="generate.py")
+        assert done.returncode == 0, done.stderr[-3000:]
+        texts[name] = [json.loads(line)["text"] for line in out.read_text().splitlines()]
+    assert texts["graphs"] == texts["cpu"] and len(set(texts["cpu"])) > 1
+    (journal,) = journals
+    _environment_came_first(journal, lazy="1")
+    assert 0 < journal["calls"]["graph_capture"] <= 4
 
 
 def test_without_pips_line_the_error_says_what_to_do(recipe, tmp_path):

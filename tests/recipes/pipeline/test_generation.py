@@ -101,6 +101,16 @@ def test_in_place_changes_no_id(tiny, in_place):
     assert ids_of(found) == [expected(stock, prompt, 12, ends=[257]) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 2])
+def test_known_texts_of_the_real_small_model(smol, rows):
+    _, ours, tokenizer = smol
+    options = GenerateConfig(max_new_tokens=8, batch_size=rows)
+    prompts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("Once upon a time", "The sky is")]
+    found = generate_texts(ours, tokenizer, prompts, options, CPU)
+    assert [one.text for one in found] == [", the city of Nova Haven was a", " a canvas of colors, a canvas of"]
+
+
 def test_longer_texts_begin_with_the_shorter_ones(tiny):
     _, ours, tokenizer = tiny
     for temperature in (0.0, 1.0):

@@ -137,6 +137,26 @@ def test_two_ranks_write_the_same_table(trained, base, tiny, stage):
     assert (run.folder / "samples.md").read_text() == (trained.folder / "samples.md").read_text()
 
 
+def test_generating_gives_the_texts_of_the_table(trained, base, records, warm, tmp_path):
+    options = [o for o in arguments(base, f"data.path={records}") if not o.startswith("sample")]
+    given = [
+        "generate.held_out=true",
+        "generate.max_prompts=3",
+        "generate.max_new_tokens=10",
+        "data.max_eval_samples=16",
+    ]
+    given += ["+experiment=tiny", "runtime=cpu", "memory_curve=false"]
+    for column, more in ((1, []), (2, [f"adapter.path={trained.folder}"])):  # of a run's folder it takes the adapter
+        out = tmp_path / f"{column}.jsonl"
+        done = warm("recipes/generate.py", *given, *options, *more, f"generate.output={out}", cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert f"adapter       {trained.folder / 'adapter' if more else 'none'}" in done.stdout
+        lines = [json.loads(line) for line in out.read_text().splitlines()]
+        _, *rows = Cells((trained.folder / "samples.md").read_text()).rows
+        texts = [line["text"] + (" …" if line["finish_reason"] == "length" else "") for line in lines]
+        assert [row[column].split() for row in rows] == [text.split() for text in texts]
+
+
 def test_a_finished_adapter_gives_the_table_again(trained, base, tiny):
     run = tiny(*arguments(base, "train.do_train=false", f"adapter.path={trained.folder / 'adapter'}"))
     assert (run.folder / "samples.md").read_text() == (trained.folder / "samples.md").read_text()
