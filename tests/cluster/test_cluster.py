@@ -87,11 +87,10 @@ def test_the_job_asks_for_as_many_cards_as_it_starts_ranks(job):
     assert environment["PT_HPU_LAZY_MODE"] == "1"
 
 
-def test_the_jobs_recipe_is_understood(job, tmp_path):
+def test_the_jobs_recipe_is_understood(job, tmp_path, warm):
     text = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]["args"][0]
     words = shlex.split(text[text.index("recipes/lora.py") :])
-    command = [sys.executable, str(REPOSITORY / words[0]), *words[1:-1], "dry_run=true"]
-    environment = {**os.environ, "PT_HPU_LAZY_MODE": "1", "PT_HPU_MAX_COMPOUND_OP_SIZE": "10"}
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+    environment = {"PT_HPU_LAZY_MODE": "1", "PT_HPU_MAX_COMPOUND_OP_SIZE": "10"}
+    done = warm(*words[:-1], "dry_run=true", cwd=tmp_path, **environment)
     assert done.returncode == 0, done.stderr
     assert "16" in done.stdout

@@ -76,7 +76,7 @@ def test_compose_names_both_images_and_the_vendors_runtime():
     assert gaudi["runtime"] == "habana" and gaudi["environment"]["HABANA_VISIBLE_DEVICES"] == "all"
 
 
-def test_what_the_headers_start_is_understood(tmp_path):
+def test_what_the_headers_start_is_understood(tmp_path, warm):
     for path in DOCKER.iterdir():
         for line in re.findall(
             r"run --rm \S+ (\S+\.py.*?)(?:\s{2,}.*)?$", path.read_text(encoding="utf-8"), re.MULTILINE
@@ -86,5 +86,5 @@ def test_what_the_headers_start_is_understood(tmp_path):
             check = ["--dry_run", *words[1:]] if script.name == "gaudi_spawn.py" else [*words[1:], "dry_run=true"]
             if "gaudi_spawn" in line:
                 check[check.index("recipes/lora.py")] = str(REPOSITORY / "recipes/lora.py")
-            done = subprocess.run([sys.executable, str(script), *check], cwd=tmp_path, capture_output=True, text=True)
+            done = warm(script, *check, cwd=tmp_path)
             assert done.returncode == 0, f"{line}: {done.stderr}"
