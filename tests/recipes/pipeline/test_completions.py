@@ -7,7 +7,7 @@ import pytest
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from recipes.pipeline import completions, engine, questions
+from recipes.pipeline import completion_file, completions, engine, questions
 from recipes.pipeline.config import InputError
 from recipes.pipeline.generation import Generator
 from recipes.pipeline.model import build_model
@@ -32,9 +32,9 @@ def complete(compose, tmp_path, monkeypatch):
         cfg = compose(*[f for f in fixed if f.partition("=")[0] not in named], *overrides, root="generate")
         tokenizer = bytes_tokenizer()
         asked = questions.load(cfg, tokenizer)
-        opened = completions.find_output(cfg, CPU, tmp_path / "run", asked)
+        opened = completion_file.find_output(cfg, CPU, tmp_path / "run", asked)
         model = build_model(cfg, tokenizer, CPU)
-        completions.begin(cfg, CPU, opened)
+        completion_file.begin(cfg, CPU, opened)
         generator = engine.generator(cfg, model, tokenizer, CPU)
         figures = completions.run(generator, asked, opened)
         completions.report(CPU, opened, figures)
@@ -183,7 +183,7 @@ def test_the_program_streams_a_single_prompt_and_says_what_is_wrong(tmp_path, wa
 def test_a_digest_is_of_the_adapters_content(compose, tmp_path):
     cfg = compose("+experiment=tiny", f"adapter.path={tmp_path}", "generate.prompt=[a]", root="generate")
     (tmp_path / "adapter_model.safetensors").write_bytes(b"one")
-    before = completions.settings_digest(cfg)
-    assert completions.settings_digest(cfg) == before
+    before = completion_file.settings_digest(cfg)
+    assert completion_file.settings_digest(cfg) == before
     (tmp_path / "adapter_model.safetensors").write_bytes(b"two")
-    assert completions.settings_digest(cfg) != before
+    assert completion_file.settings_digest(cfg) != before
