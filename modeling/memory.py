@@ -395,7 +395,12 @@ def _assumptions(workload: Workload, setting: Setting, layers: int, traced: list
         )
         if workload.kind == "training":
             said["accuracy"] += "; there the peak in training was 17 % above nominal"
-        said["kernel scratch"] = "attention's backward without recompute: two more matrices of weights (B, N, S, T)"
+        if workload.kind == "training":
+            said["kernel scratch"] = "attention's backward without recompute: two more matrices of weights (B, N, S, T)"
+    if setting.device == "cpu":
+        said["kernel scratch"] = "what torch's CPU kernels were seen to take"
+    if setting.shared > 1:
+        said["vocabulary"] = f"embedding and head cut over {setting.shared} ranks"
     if setting.zero_stage == 3:
         z = setting.zero3
         said["ZeRO-3"] = (

@@ -20,12 +20,13 @@ def main(cfg: GenerateRecipe) -> None:
         return dry_run(cfg)
     preflight(cfg)
     runtime = start(cfg)  # sets the environment: what imports torch comes after it
-    from recipes.pipeline import completion_file, completions, engine, model, questions
+    from recipes.pipeline import completion_file, completions, engine, memory_plan, model, questions
 
     engine.register(cfg)  # before the model: ZeRO-3 cuts weights while they are read
     tokenizer = model.load_tokenizer(cfg.model)
     asked = questions.load(cfg, tokenizer)
     output = completion_file.find_output(cfg, runtime, run_folder(), asked)
+    memory_plan.warn(cfg, runtime)
     llama = engine.distribute(cfg, model.build_model(cfg, tokenizer, runtime), runtime)
     completion_file.begin(cfg, runtime, output)
     generator = engine.generator(cfg, llama, tokenizer, runtime)

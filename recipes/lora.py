@@ -20,12 +20,13 @@ def main(cfg: LoraRecipe) -> None:
         return dry_run(cfg)
     preflight(cfg)
     runtime = start(cfg)  # sets the environment: what imports torch comes after it
-    from recipes.pipeline import data, model, report, samples, trainer
+    from recipes.pipeline import data, memory_plan, model, report, samples, trainer
 
     folder = run_folder()
     report.open_run_folder(cfg, runtime, folder)
     checkpoint = trainer.find_checkpoint(cfg, runtime, folder)
     arguments = trainer.training_arguments(cfg, runtime, folder)  # before the model: registers ZeRO-3, patches on HPU
+    memory_plan.warn(cfg, runtime)
     tokenizer = model.load_tokenizer(cfg.model)
     records = data.build_data(cfg, tokenizer, runtime.rank0_first)
     llama = model.build_model(cfg, tokenizer, runtime)

@@ -55,7 +55,7 @@ def device(runtime: Runtime, shape: dict[str, int]) -> None:
         f"lacking {lacking}" if lacking else "all",
         not lacking,
     )
-    row("memory limit, GiB", "94 to 126", f"{stats['Limit'] / 1024**3:.2f}", 94 <= stats["Limit"] / 1024**3 <= 126)
+    row("memory limit, GiB", "94 to 128", f"{stats['Limit'] / 1024**3:.2f}", 94 <= stats["Limit"] / 1024**3 <= 128)
     block = torch.ones(64 * 2**20, device="hpu")  # 256 MiB
     runtime.mark_step()
     runtime.synchronize()

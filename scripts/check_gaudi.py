@@ -53,6 +53,8 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="only these (default all)")
     parser.add_argument("--output", type=Path, default=Path("gaudi_check.json"), help="JSON file to write")
     options = parser.parse_args()
+    if not options.output.absolute().parent.is_dir() or options.output.is_dir():
+        parser.error(f"--output {options.output}: no file can be written there; give a file in a folder that exists")
     missing = [] if hpu_installed() else ["habana_frameworks is not installed (run in Gaudi's image)"]
     if hpu_cards() == 0:
         missing.append("no card found (neither /dev/accel/accel* nor hl-smi shows one)")

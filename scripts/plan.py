@@ -60,7 +60,16 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--measured", action="store_true", help="figures measured on cards against their plans, and nothing else"
     )
     parser.add_argument("overrides", nargs="*", help="as for recipes/lora.py: +experiment=70b adapter.r=8 ...")
-    return parser.parse_intermixed_args(argv)
+    options = parser.parse_intermixed_args(argv)
+    for one, others in (("measured", ("json", "html", "compare", "card")), ("compare", ("json", "html", "card"))):
+        for other in others:
+            if getattr(options, one) and getattr(options, other):
+                parser.error(f"--{one} prints one table; leave --{other} out")
+    if options.json and options.html:
+        parser.error("--json or --html, one at a time")
+    if options.quick and options.card:
+        parser.error("--card is the card of the largest batch, which --quick leaves out")
+    return options
 
 
 def run(options: argparse.Namespace) -> None:
@@ -69,11 +78,15 @@ def run(options: argparse.Namespace) -> None:
     cfg = compose_here(as_plan(options.overrides, root), root)
     if options.card:
         memory_plan.capacity(options.card)
+    if options.html and options.html.is_dir():
+        raise InputError(f"--html {options.html}: a folder; give the name of a file")
     if options.html and not options.html.parent.is_dir():
         raise InputError(f"--html {options.html}: no folder {options.html.parent}; make it first")
     if options.compare:
         other = compose_here(as_plan([*options.overrides, *options.compare], root), root)
-        return print(comparison(memory_plan.main_plan(cfg), memory_plan.main_plan(other), " ".join(options.compare)))
+        step, first = next(iter(memory_plan.plans(cfg, depths=memory_plan.QUICK).items()))
+        print(f"{step}, the step that needs most")
+        return print(comparison(first, memory_plan.main_plan(other, step), " ".join(options.compare)))
     _load()
     found = memory_plan.plans(cfg)
     extra = {} if options.quick else variations(cfg, card_of(cfg, options.card), found, quiet=options.json)
@@ -108,8 +121,9 @@ def _load() -> None:
 def root_of(overrides: list[str]) -> str:
     """Which recipe's options these are."""
     named = [o.split("=", 1)[1] for o in overrides if o.startswith("+experiment=")]
+    options = [o.lstrip("+~") for o in overrides]
     return (
-        "generate" if any("generate" in name for name in named) or any("generate." in o for o in overrides) else "lora"
+        "generate" if any("generate" in n for n in named) or any(o.startswith("generate.") for o in options) else "lora"
     )
 
 

@@ -322,9 +322,13 @@ def _check_runtime(runtime: RuntimeConfig) -> None:
         raise InputError(
             "runtime.mark_step=true breaks lazy graphs, and runtime.lazy is false here; leave it null to follow lazy"
         )
+    if runtime.cards is not None and runtime.cards < 1:
+        raise InputError(f"runtime.cards={runtime.cards}: takes 1 or more, or null for any")
     for name in ("pipelining_fwd_bwd", "use_hpu_graphs_for_inference"):
         if getattr(runtime, name) and (lazy_off or runtime.compile):
             raise InputError(f"runtime.{name}=true exists in lazy mode only; set runtime.lazy=true or leave it out")
+        if getattr(runtime, name) and runtime.device is Device.lazy:
+            raise InputError(f"runtime.{name}=true is Gaudi's, torch's lazy engine has no such thing; leave it out")
     for name in ("flash_attention_recompute", "flash_attention_fast_softmax"):
         if getattr(runtime, name) and runtime.attention is not Attention.fused_sdpa:
             raise InputError(f"runtime.{name}=true needs runtime.attention=fused_sdpa")

@@ -12,6 +12,7 @@ from recipes.pipeline.preflight import shape_of
 from recipes.pipeline.runtime import lazy_mode
 
 MOST_ROWS = 4096
+GUESSES = 10  # plans by the curve through those before; a curve that leads nowhere is left for halving
 
 
 def options(cfg: LoraRecipe) -> Iterator[tuple[str, LoraRecipe]]:
@@ -101,7 +102,10 @@ class Largest:
 def largest_rows(cfg: LoraRecipe, room: float, step: str, known: int | None = None) -> Largest:
     """Rows of a batch that fit into `room` bytes; `step`: the kind that decides, by its name in `memory_plan.plans`; `known`:
     the high figure of cfg as it is."""
-    field = ("generate", "batch_size") if isinstance(cfg, GenerateRecipe) else ("train", "per_device_train_batch_size")
+    which = "eval" if step == "evaluation" else "train"
+    field = (
+        ("generate", "batch_size") if isinstance(cfg, GenerateRecipe) else ("train", f"per_device_{which}_batch_size")
+    )
     given = getattr(getattr(cfg, field[0]), field[1])
     given = given if isinstance(given, int) else 1
     seen = {} if known is None else {given: known}
@@ -155,7 +159,8 @@ def _largest(
             low = guess
         else:
             high = guess
-        guess = min(max(_meets(seen, room, guess), low + 1), high - 1)
+        near = _meets(seen, room, guess) if len(seen) < GUESSES else (low + high) // 2
+        guess = min(max(near, low + 1), high - 1)
     if low == 0:
         return Largest(None)
     bound = "the most that was looked at" if unit == 1 else "the model's positions"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -56,8 +58,10 @@ def plans(cfg: LoraRecipe, only: str | None = None, depths: tuple[int, int] | No
         }
     except InputError:
         raise
-    except ValueError as error:
-        raise InputError(f"no plan: {error}") from error
+    except (ValueError, TypeError, ArithmeticError, RuntimeError) as error:  # shapes that no model can have
+        raise InputError(
+            f"no plan of this model (model.config, model.shape): {' '.join(str(error).split())}"
+        ) from error
     return dict(sorted(found.items(), key=lambda item: -item[1].nominal))
 
 
@@ -82,7 +86,10 @@ def request(cfg: LoraRecipe) -> Request:
     generating = isinstance(cfg, GenerateRecipe)
     ranks = cfg.runtime.cards or int(os.environ.get("WORLD_SIZE", "1"))
     variables = cfg.runtime.environment
-    size = variables.get("PT_HPU_MAX_COMPOUND_OP_SIZE")
+    name = "PT_HPU_MAX_COMPOUND_OP_SIZE"
+    size = variables.get(name, os.environ.get(name) if kind == "hpu" else None)
+    if size is not None and not str(size).isdigit():
+        raise InputError(f"runtime.environment.{name}={size}: takes a whole number")
     zero = (cfg.deepspeed.get("zero_optimization") or {}) if cfg.deepspeed else {}
     stage = zero.get("stage") if cfg.deepspeed and (cfg.train.do_train or zero.get("stage") == 3) else None
     setting = Setting(
@@ -116,7 +123,13 @@ def _zero3(zero: dict) -> object:
         "persistence": "stage3_param_persistence_threshold", "reuse": "stage3_max_reuse_distance",
         "prefetch": "stage3_prefetch_bucket_size", "live": "stage3_max_live_parameters",
     }  # fmt: skip
-    said = {field: int(float(zero[name])) for field, name in names.items() if zero.get(name) not in (None, "auto")}
+    said = {}
+    for field, name in names.items():
+        if (value := zero.get(name)) not in (None, "auto"):
+            try:
+                said[field] = int(float(value))
+            except (TypeError, ValueError) as error:
+                raise InputError(f"deepspeed.zero_optimization.{name}={value}: takes a number or auto") from error
     leaves = tuple((zero.get("leaf_module") or {}).get("classes", ()))
     return Zero3(**said, leaves=leaves)
 
@@ -283,6 +296,24 @@ def capacity(name: str) -> float:
 
 
 # Text
+
+
+def warn(cfg: LoraRecipe, runtime: Runtime) -> None:
+    """One line on stderr where a run is not going to fit its device. Rank 0 only; what cannot be planned is passed over."""
+    import torch
+
+    if not runtime.is_main:
+        return
+    card = KIND_CARDS.get(runtime.kind, HERE)
+    shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if card == HERE and runtime.kind != "cuda" else 1
+    with contextlib.suppress(InputError), torch.random.fork_rng(devices=[]):
+        made, room = main_plan(cfg), capacity(card) / shared
+        if made.verdict(room) == "does not fit":
+            print(
+                f"warning       {made.workload.kind} is planned to need {made.low / GIB:.1f} GiB or more, of {card}'s"
+                f" {room / GIB:.1f}; what would change that: python scripts/plan.py, with the same arguments",
+                file=sys.stderr,
+            )
 
 
 def lines(cfg: LoraRecipe, card: str | None = None) -> list[str]:

@@ -60,6 +60,29 @@ def test_json_adds_up(printed):
         assert made["low"] <= made["nominal"] <= made["high"]
 
 
+def test_a_path_that_says_generate_is_no_generation(printed):
+    out = printed("+experiment=tiny", "runtime=cpu", "data.path=/nowhere/generate.jsonl", "--quick")
+    assert out.startswith("training: ")
+
+
+def test_the_largest_batch_of_an_evaluation(printed):
+    arguments = ("+experiment=tiny", "runtime=cpu", "train.do_train=false", "model.config.hidden_size=2048", "--json")
+    found = json.loads(printed(*arguments, "--card", "H100"))
+    rows, bound = found["largest"]["with"]["rows"]
+
+    def high(batch):
+        given = f"train.per_device_eval_batch_size={batch}"
+        return json.loads(printed(*arguments, given, "--quick"))["plans"]["evaluation"]["high"]
+
+    assert high(rows) <= capacity("H100") and (bound or high(rows + 1) > capacity("H100"))
+
+
+def test_two_configurations_are_compared_in_the_same_step(printed):
+    out = printed("+experiment=tiny", "runtime=cpu", "--compare", "train.per_device_eval_batch_size=64")
+    assert out.startswith("training, the step that needs most")
+    assert all(float(line.split()[-1]) == 0 for line in out.splitlines()[2:])
+
+
 def test_two_configurations_term_by_term(printed):
     out = printed("+experiment=tiny", "runtime=cpu", "--compare", "adapter.r=16")
     line = next(line for line in out.splitlines() if line.startswith("optimizer"))
@@ -104,10 +127,18 @@ def test_the_largest_batch_of_70b_with_and_without_the_measures(printed):
         (["+experiment=tiny", "--card", "Gaudi9"], "card Gaudi9: not known; there is Gaudi2"),
         (["+experiment=tiny", "--html", "nowhere/plan.html"], "no folder nowhere"),
         (["+experiment=tiny", "--kard", "x"], "unrecognized arguments: --kard"),
+        (["+experiment=tiny", "--html", "/tmp"], "--html /tmp: a folder"),
+        (["+experiment=tiny", "--json", "--html", "plan.html"], "--json or --html, one at a time"),
+        (["+experiment=tiny", "--compare", "adapter.r=2", "--json"], "leave --json out"),
+        (["+experiment=tiny", "model.config.hidden_size=0"], "no plan of this model (model.config"),
+        (["+experiment=tiny", "model.config.vocab_size=abc"], "no plan of this model (model.config"),
+        (["+experiment=70b", "runtime.environment.PT_HPU_MAX_COMPOUND_OP_SIZE=abc"], "PT_HPU_MAX_COMPOUND_OP_SIZE=abc: takes a whole"),
+        (["+experiment=70b", "++deepspeed.zero_optimization.stage3_prefetch_bucket_size=lots"], "bucket_size=lots: takes a number"),
+        (["+experiment=70b", "runtime.cards=-4"], "runtime.cards=-4: takes 1 or more"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line_and_exit_2(arguments, said, capsys):
     with pytest.raises(SystemExit) as status:
-        main([*arguments, *(["--quick"] if "--kard" not in arguments else [])])
+        main([*arguments, *(["--quick"] if "--card" not in arguments else [])])
     err = capsys.readouterr().err
     assert status.value.code == 2 and said in err and len(err.strip().splitlines()) == 1

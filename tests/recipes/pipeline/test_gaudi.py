@@ -232,15 +232,15 @@ def test_zero3_on_two_ranks_with_deepspeeds_own_checkpoint(recipe, runs):
     assert ("warning       torch" in done.stdout) is not shipped
 
 
-def test_a_direct_run_under_torch_compile(recipe, runs):
+def test_a_direct_run_under_torch_compile(recipe):
     """In eager mode `import torch` loads the bridge: the environment must be complete by then."""
-    log, journals, done = recipe(
-        "runtime=gaudi_compile",
-        "model.config.num_hidden_layers=1",
-        "adapter.target_modules=[q_proj]",
-        "train.max_steps=2",
-    )
+    small = ["model.config.num_hidden_layers=1", "adapter.target_modules=[q_proj]", "train.max_steps=2"]
+    log, journals, done = recipe("runtime=gaudi_compile", *small)
     assert done.returncode == 0, done.stderr[-4000:]
+    stock, _, _ = recipe("runtime=cpu", *small)
+    for key in ("loss", "grad_norm", "eval_loss"):
+        wanted = [line[key] for line in stock if key in line]
+        assert [line[key] for line in log if key in line] == pytest.approx(wanted, rel=1e-5) and wanted, key
     assert "device        hpu, eager, 1 rank(s)" in done.stdout
     assert [line["step"] for line in log if "loss" in line] == [1, 2]
     _environment_came_first(journals[0], lazy="0")
