@@ -18,7 +18,7 @@ from recipes.pipeline.config import (
     LoraRecipe,
 )
 from recipes.pipeline.preflight import shape_of
-from recipes.pipeline.runtime import GIB, Runtime, cards, hpu_cards, hpu_installed, lazy_mode
+from recipes.pipeline.runtime import GIB, Runtime, cards, environment, hpu_cards, hpu_installed, lazy_mode
 
 if TYPE_CHECKING:
     from torch import nn
@@ -85,7 +85,7 @@ def request(cfg: LoraRecipe) -> Request:
     graphs = runtime.lazy or cfg.runtime.compile or kind == "hpu"  # shapes that never change
     generating = isinstance(cfg, GenerateRecipe)
     ranks = cfg.runtime.cards or int(os.environ.get("WORLD_SIZE", "1"))
-    variables = cfg.runtime.environment
+    variables = environment(cfg, kind, runtime.lazy) if kind == "hpu" else cfg.runtime.environment
     name = "PT_HPU_MAX_COMPOUND_OP_SIZE"
     size = variables.get(name, os.environ.get(name) if kind == "hpu" else None)
     if size is not None and not str(size).isdigit():

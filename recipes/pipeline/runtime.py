@@ -165,6 +165,11 @@ def environment(cfg: LoraRecipe, kind: str, lazy: bool) -> dict[str, str]:
     wanted = {"TOKENIZERS_PARALLELISM": "false"} if cfg.train.dataloader_num_workers else {}
     if kind == "hpu":
         wanted["PT_HPU_LAZY_MODE"] = "1" if lazy else "0"
+        if (
+            cfg.runtime.use_hpu_graphs_for_inference
+            and (cfg.runtime.cards or int(os.environ.get("WORLD_SIZE", "1"))) > 1
+        ):
+            wanted["PT_HPU_ENABLE_LAZY_COLLECTIVES"] = "true"  # a collective cannot be captured otherwise
     if kind == "lazy":
         wanted["ACCELERATE_TORCH_DEVICE"] = "lazy"
     wanted["DS_ACCELERATOR"] = (

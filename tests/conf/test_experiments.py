@@ -128,7 +128,10 @@ def test_70b_generate_is_the_measured_inference(compose, name):
     assert (cfg.runtime.attention.name == "fused_sdpa") is (name == "70b_generate")
     # graph breaks and the in-place add are on: both follow lazy execution and the gate
     assert (cfg.runtime.lazy, cfg.runtime.mark_step, cfg.runtime.in_place_residual) == (True, None, None)
+    # what collectives inside HPU graphs need is set wherever several cards run such graphs
     assert environment(cfg, "hpu", lazy=True)["PT_HPU_ENABLE_LAZY_COLLECTIVES"] == "true"
+    cfg.runtime.cards = 1
+    assert "PT_HPU_ENABLE_LAZY_COLLECTIVES" not in environment(cfg, "hpu", lazy=True)
 
 
 def test_the_plan_of_70b_generate_by_hand(compose):

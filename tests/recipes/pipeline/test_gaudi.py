@@ -222,6 +222,11 @@ def test_zero3_on_two_ranks_with_deepspeeds_own_checkpoint(recipe, runs):
     assert [line["eval_loss"] for line in log if "eval_loss" in line] == pytest.approx(
         [stock["results"]["eval_loss"]], abs=1e-5
     )
+    folder = next(word for word in done.args if word.startswith("hydra.run.dir=")).partition("=")[2]
+    saved = load_file(Path(folder) / "adapter" / "adapter_model.safetensors")
+    assert saved.keys() == stock["adapter"].keys()
+    for key, tensor in stock["adapter"].items():
+        torch.testing.assert_close(saved[key], tensor, rtol=0, atol=1e-5)
     ranks = [rank for rank in journals if rank["calls"].get("FusedAdamW.step")]
     assert len(ranks) == 2
     for rank in ranks:
