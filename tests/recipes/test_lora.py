@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 from recipes import lora
-from recipes.pipeline import data, model, report, samples, trainer
+from recipes.pipeline import data, memory_plan, model, report, samples, trainer
 
 
 def test_environment_then_arguments_then_model(compose, monkeypatch):
@@ -21,11 +21,13 @@ def test_environment_then_arguments_then_model(compose, monkeypatch):
         model: ("load_tokenizer", "build_model"),
         data: ("build_data",),
         samples: ("write",),
+        memory_plan: ("warn",),
     }.items():
         for name in names:
             stage(module, name)
     cfg = compose("+experiment=tiny", "runtime=gaudi_lazy")
     lora.main.recipe(cfg)
+    assert order.index("warn") < order.index("build_model")  # before anything large is loaded
     assert order[:3] == ["preflight", "start", "run_folder"]  # what imports torch comes after start
     assert order.index("training_arguments") < order.index("build_model") < order.index("build_trainer")
     assert order[-3:] == ["finish", "write", "leave"]  # results are safe before anything is generated

@@ -93,8 +93,8 @@ def test_two_configurations_term_by_term(printed):
 def test_options_and_the_largest_batch(printed):
     """The batch that is said to fit fits, and one row more does not."""
     shape = [f"model.config.{pair}" for pair in ("hidden_size=4096", "intermediate_size=16384", "vocab_size=32000")]
-    arguments = ("+experiment=tiny", "runtime=cpu", *shape, "train.do_eval=false", "--json", "--card", "H100")
-    found = json.loads(printed(*arguments))
+    arguments = ("+experiment=tiny", "runtime=cpu", *shape, "train.do_eval=false", "--json")
+    found = json.loads(printed(*arguments, "--card", "H100"))
     assert found["options"]["train.per_device_train_batch_size=2"] < 0 < found["options"]["adapter.r=8"]
     assert "without" not in found["largest"]  # in training op by op there is neither break nor in-place add
     rows, bound = found["largest"]["with"]["rows"]
