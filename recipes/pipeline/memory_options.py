@@ -12,6 +12,7 @@ from recipes.pipeline.preflight import shape_of
 from recipes.pipeline.runtime import lazy_mode
 
 MOST_ROWS = 4096
+MOST_WITH_LOSS = 1024  # a plan takes ops for each chunk of the loss
 GUESSES = 10  # plans by the curve through those before; a curve that leads nowhere is left for halving
 
 
@@ -106,11 +107,12 @@ def largest_rows(cfg: LoraRecipe, room: float, step: str, known: int | None = No
     field = (
         ("generate", "batch_size") if isinstance(cfg, GenerateRecipe) else ("train", f"per_device_{which}_batch_size")
     )
+    most = MOST_ROWS if isinstance(cfg, GenerateRecipe) else MOST_WITH_LOSS
     given = getattr(getattr(cfg, field[0]), field[1])
     given = given if isinstance(given, int) else 1
     seen = {} if known is None else {given: known}
     return _largest(
-        cfg, room, step, lambda other, n: setattr(getattr(other, field[0]), field[1], n), given, MOST_ROWS, 1, seen
+        cfg, room, step, lambda other, n: setattr(getattr(other, field[0]), field[1], n), given, most, 1, seen
     )
 
 
