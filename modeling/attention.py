@@ -20,7 +20,7 @@ NAMES = ("eager", "sdpa", "flex", "fused_sdpa")
 
 
 class FusedOptions(NamedTuple):
-    """Switches of Gaudi's fused kernel."""
+    """Switches of Gaudi's fused kernel. Both together, with gradients and a mask, are refused by it."""
 
     recompute: bool = False
     fast_softmax: bool = False
@@ -112,7 +112,7 @@ def _fused(options: FusedOptions) -> Attend:
         elif added is None:
             out = FusedSDPA.apply(q, k, v, None, dropout, True, None, mode, options.recompute, None, "left")
         else:
-            out = FusedSDPA.apply(q, k, v, added, dropout, False, None, "None", options.recompute, None, "None")
+            out = FusedSDPA.apply(q, k, v, added, dropout, False, None, mode, options.recompute, None, "None")
         return out.transpose(1, 2)
 
     return fused_sdpa

@@ -121,7 +121,8 @@ class RuntimeConfig:
     ops: Ops = Ops.auto  # RMSNorm and rotary kernels; auto: hpu on HPU, eager elsewhere
     attn_softmax_bf16: bool = False  # eager attention's softmax in bf16 instead of float32
     flash_attention_recompute: bool = False  # fused_sdpa only: recompute in backward
-    flash_attention_fast_softmax: bool = False  # fused_sdpa only
+    # fused_sdpa only; in training not with recompute; a forward of one token takes the usual softmax
+    flash_attention_fast_softmax: bool = False
     loss_chunk: int = 1024  # tokens whose logits exist at one time
     threads: int | None = None  # CPU threads of a rank; null: torch's own, or what the launcher set
     use_fused_adam: bool = False  # HPU only
@@ -257,6 +258,11 @@ def check(cfg: LoraRecipe) -> None:
     _check_runtime(cfg.runtime)
     _check_deepspeed(cfg)
     model, data, train, adapter = cfg.model, cfg.data, cfg.train, cfg.adapter
+    if train.do_train and cfg.runtime.flash_attention_fast_softmax and cfg.runtime.flash_attention_recompute:
+        raise InputError(
+            "runtime.flash_attention_fast_softmax=true and flash_attention_recompute=true: the kernel takes both in training"
+            " only without a mask, and batches have one; leave one out"
+        )
     if (model.name_or_path == "random") != bool(model.config):
         raise InputError("model.config belongs to model.name_or_path=random, and only to it")
     if data.validation_split_percentage == 0 and train.do_eval and not (data.eval_path or data.eval_split):
@@ -315,23 +321,30 @@ def _check_ranges(cfg: LoraRecipe) -> None:
 
 
 def _check_runtime(runtime: RuntimeConfig) -> None:
-    lazy_off = runtime.lazy is False or (runtime.lazy is None and runtime.device in (Device.cpu, Device.cuda))
+    lazy_off = runtime.lazy is False or runtime.compile
+    lazy_off = lazy_off or (runtime.lazy is None and runtime.device in (Device.cpu, Device.cuda))
     if runtime.compile and (runtime.lazy or runtime.device is Device.lazy):
         raise InputError("runtime.compile=true and lazy execution exclude each other; set runtime.lazy=false")
     if runtime.mark_step and lazy_off:
         raise InputError(
             "runtime.mark_step=true breaks lazy graphs, and runtime.lazy is false here; leave it null to follow lazy"
         )
+    if runtime.layers_per_mark_step and lazy_off:
+        raise InputError(
+            f"runtime.layers_per_mark_step={runtime.layers_per_mark_step} breaks lazy graphs, and execution is not lazy"
+            " here; leave it 0"
+        )
     if runtime.cards is not None and runtime.cards < 1:
         raise InputError(f"runtime.cards={runtime.cards}: takes 1 or more, or null for any")
     for name in ("pipelining_fwd_bwd", "use_hpu_graphs_for_inference"):
-        if getattr(runtime, name) and (lazy_off or runtime.compile):
+        if getattr(runtime, name) and lazy_off:
             raise InputError(f"runtime.{name}=true exists in lazy mode only; set runtime.lazy=true or leave it out")
         if getattr(runtime, name) and runtime.device is Device.lazy:
             raise InputError(f"runtime.{name}=true is Gaudi's, torch's lazy engine has no such thing; leave it out")
+    may_be_fused = runtime.attention is Attention.auto and runtime.device in (Device.hpu, Device.auto)
     for name in ("flash_attention_recompute", "flash_attention_fast_softmax"):
-        if getattr(runtime, name) and runtime.attention is not Attention.fused_sdpa:
-            raise InputError(f"runtime.{name}=true needs runtime.attention=fused_sdpa")
+        if getattr(runtime, name) and not (runtime.attention is Attention.fused_sdpa or may_be_fused):
+            raise InputError(f"runtime.{name}=true needs runtime.attention=fused_sdpa; set that, or leave it out")
     for name in ("use_fused_adam", "use_fused_clip_norm"):
         if getattr(runtime, name) and runtime.device not in (Device.hpu, Device.auto):
             raise InputError(f"runtime.{name}=true is Gaudi's; leave it out with runtime.device={runtime.device.name}")

@@ -63,7 +63,8 @@ def build_execution(options: RuntimeConfig, runtime: Runtime, mark_step: Callabl
         ops = Ops.hpu if on_card else Ops.eager
     if not on_card and (attention is Attention.fused_sdpa or ops is Ops.hpu):
         raise InputError(
-            f"runtime.attention=fused_sdpa and runtime.ops=hpu are Gaudi's kernels, the device is {runtime.kind}"
+            f"runtime.attention=fused_sdpa and runtime.ops=hpu are Gaudi's kernels, the device is {runtime.kind};"
+            " leave both auto"
         )
     wanted = runtime.lazy if options.mark_step is None else options.mark_step
     return Execution(

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.pipeline.config import GenerateRecipe, InputError, LoraRecipe
-from recipes.pipeline.runtime import cards, environment, hpu_cards, hpu_installed
+from recipes.pipeline.runtime import cards, environment, hpu_cards, hpu_installed, without_effect
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig
@@ -119,6 +119,7 @@ def plan(cfg: LoraRecipe) -> str:
         f"data          {cfg.data.path}, {cfg.data.batching.name}, loss on {cfg.data.loss_on.name}, {cfg.data.max_seq_length} tokens",
         f"device        {kind}, {mode}, {ranks} rank(s)",
         f"here          {'; '.join(problems) if problems else 'nothing is missing'}",
+        *([f"no effect     {', '.join(idle)}"] if (idle := without_effect(cfg.runtime, kind, lazy)) else []),
         *(generation_plan.batch_lines(cfg, ranks, lazy) if generating else _batch_lines(cfg, ranks)),
         f"environment   {shlex.join(f'{name}={value}' for name, value in variables.items()) or 'nothing to set'}",
         f"command       {launch_command(cfg, [])}",

@@ -24,6 +24,15 @@ if TYPE_CHECKING:
     import torch
 
 GIB = 1024**3
+GAUDIS = (
+    "flash_attention_recompute",
+    "flash_attention_fast_softmax",
+    "use_fused_adam",
+    "use_fused_clip_norm",
+    "pipelining_fwd_bwd",
+    "use_hpu_graphs_for_inference",
+)
+GAUDIS_VARIABLES = ("PT_", "HABANA_", "HLS_", "HCCL_", "DEEPSPEED_HPU_")
 BACKENDS = {"hpu": "hccl", "cuda": "nccl", "cpu": "gloo", "lazy": "gloo"}
 
 
@@ -143,6 +152,8 @@ def start(cfg: LoraRecipe, connect: bool = True) -> Runtime:
             "habana_frameworks was imported before the run's environment was set; start this recipe as a program"
         )
     os.environ.update(runtime.environment)
+    if connect and runtime.is_main and (idle := without_effect(cfg.runtime, kind, lazy)):
+        print(f"warning       on {kind} these have no effect: {', '.join(idle)}", file=sys.stderr, flush=True)
     if connect:
         _connect(cfg, runtime)
     return runtime
@@ -158,6 +169,17 @@ def lazy_mode(options: RuntimeConfig, kind: str) -> bool:
     if kind == "lazy" and not lazy:
         raise InputError("runtime.lazy=false: device lazy is always lazy; use runtime.device=cpu")
     return lazy
+
+
+def without_effect(options: RuntimeConfig, kind: str, lazy: bool) -> list[str]:
+    """Options meant for a Gaudi card that this device passes over, so that an experiment of such a card can be tried here."""
+    found = []
+    if kind != "hpu":
+        found += [name for name in GAUDIS if getattr(options, name)]
+        found += [f"environment.{name}" for name in options.environment if name.startswith(GAUDIS_VARIABLES)]
+    if not lazy:
+        found += [name for name in ("mark_step", "layers_per_mark_step") if getattr(options, name)]
+    return [f"runtime.{name}" for name in found]
 
 
 def environment(cfg: LoraRecipe, kind: str, lazy: bool) -> dict[str, str]:
@@ -341,4 +363,5 @@ __all__ = [
     "lazy_mode",
     "start",
     "start_lazy_engine",
+    "without_effect",
 ]

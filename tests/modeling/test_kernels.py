@@ -81,9 +81,11 @@ def test_gaudis_attention_is_called_as_optimum_habana_calls_it(gaudi):
     prefill, masked, decode = gaudi["FusedSDPA"]
     names = ("is_causal", "softmax_mode", "recompute_mode", "valid_seq_len", "seq_padding_type")
     assert [prefill[name] for name in names] == [True, "fast", True, None, "left"]
-    assert [masked[name] for name in names] == [False, "None", True, None, "None"]
+    assert [masked[name] for name in names] == [False, "fast", True, None, "None"]
     assert [decode[name] for name in names] == [False, "None", False, None, "None"]
     assert masked["attn_mask"].dtype is torch.bfloat16
+    with pytest.raises(RuntimeError, match="needs is_causal"):  # hence the rule in recipes/pipeline/config.py
+        fused(q.requires_grad_(), k, v, causal(6, 6), 0.0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,6 +11,17 @@ from recipes.pipeline.config import InputError
         (["runtime=cpu", "runtime.pipelining_fwd_bwd=true"], "lazy mode only"),
         (["runtime=gaudi_eager", "runtime.use_hpu_graphs_for_inference=true"], "lazy mode only"),
         (["runtime.attention=sdpa", "runtime.flash_attention_recompute=true"], "fused_sdpa"),
+        (["runtime=cpu", "runtime.flash_attention_recompute=true"], "needs runtime.attention=fused_sdpa"),
+        (
+            [
+                "runtime=gaudi_lazy",
+                "runtime.flash_attention_recompute=true",
+                "runtime.flash_attention_fast_softmax=true",
+            ],
+            "leave one out",
+        ),
+        (["runtime=cpu", "runtime.layers_per_mark_step=2"], "runtime.layers_per_mark_step=2 breaks lazy graphs"),
+        (["runtime.compile=true", "runtime.mark_step=true"], "runtime.mark_step"),
         (["+runtime.environment.PT_HPU_LAZY_MODE='1'"], "runtime.lazy"),
         (["+deepspeed.scheduler={type: WarmupLR}"], "deepspeed.scheduler"),
         (["+deepspeed.optimizer={type: Adam}"], "deepspeed.optimizer"),

@@ -2,6 +2,7 @@ import pytest
 
 from recipes.pipeline.config import InputError
 from recipes.pipeline.preflight import check_batch_sizes, plan, preflight
+from recipes.pipeline.runtime import without_effect
 
 
 def test_70b_without_cards_stops_with_what_is_missing_and_how_to_launch(run_recipe):
@@ -56,3 +57,38 @@ def test_steps_of_own_records_are_counted(compose, tmp_path):
         )
     )
     assert "about 12: 1 epoch(s) of 90 records" in text
+
+
+GAUDIS = [
+    "runtime.use_fused_adam=true", "runtime.use_fused_clip_norm=true", "runtime.pipelining_fwd_bwd=true",
+    "runtime.use_hpu_graphs_for_inference=true", "runtime.flash_attention_fast_softmax=true", "runtime.mark_step=true",
+    "runtime.layers_per_mark_step=2", "+runtime.environment={PT_HPU_MAX_COMPOUND_OP_SIZE: '10', MY_OWN: '1'}",
+]  # fmt: skip
+IDLE = (
+    "runtime.flash_attention_fast_softmax, runtime.use_fused_adam, runtime.use_fused_clip_norm, runtime.pipelining_fwd_bwd,"
+    " runtime.use_hpu_graphs_for_inference, runtime.environment.PT_HPU_MAX_COMPOUND_OP_SIZE, runtime.mark_step,"
+    " runtime.layers_per_mark_step"
+)
+
+
+def test_options_of_a_card_are_named_where_there_is_none(run_recipe, compose):
+    """An experiment of a card can be tried here, and says once what of it is passed over."""
+    short = ["+experiment=tiny", "train.do_train=false", "data.max_eval_samples=2"]
+    done = run_recipe(*short, *GAUDIS, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith(f"warning       on cpu these have no effect: {IDLE}\n")
+    assert done.stderr.count("no effect") == 1
+    assert f"no effect     {IDLE}\n" in plan(compose("+experiment=tiny", *GAUDIS))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind", "lazy", "named"),
+    [
+        (["runtime=auto", *GAUDIS], "hpu", True, []),
+        (["runtime=auto"], "cuda", False, []),
+        (["runtime=cpu_lazy", "runtime.layers_per_mark_step=1", "runtime.mark_step=true"], "lazy", True, []),
+        (["runtime=cpu", GAUDIS[-1]], "cpu", False, ["runtime.environment.PT_HPU_MAX_COMPOUND_OP_SIZE"]),
+    ],
+)
+def test_an_option_is_named_only_where_it_has_no_effect(compose, overrides, kind, lazy, named):
+    assert without_effect(compose("+experiment=tiny", *overrides).runtime, kind, lazy) == named
