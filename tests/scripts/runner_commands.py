@@ -1,35 +1,30 @@
 """Program of test_distributed_runner.py: what optimum-habana's DistributedRunner and, behind it, DeepSpeed's runner would start.
 
-python runner_commands.py SCRIPT HOSTFILE: prints JSON {case: {"interpreter": ..., "started": argv, "variables": {...}}}. Nothing
-is started: the last process creation is recorded instead.
+python runner_commands.py CASES.json SCRIPT ARGUMENT...: CASES is {case: arguments of DistributedRunner, "server": sockets
+and cores of each for the `lscpu` on the PATH}. Prints JSON {case: {"command": argv, "started": argv, "variables": {...}}}. Nothing is
+started: the last process creation is recorded instead.
 """
 
 import json
 import os
 import shlex
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 
-def main(script: str, hostfile: str) -> None:
+def main(cases: str, *script: str) -> None:
     from deepspeed.launcher import runner as deepspeed_runner
     from optimum.habana.distributed import DistributedRunner
 
-    cases = {
-        "one card": {},
-        "one card, deepspeed": {"use_deepspeed": True},
-        "eight cards": {"world_size": 8},
-        "eight cards, deepspeed": {"world_size": 8, "use_deepspeed": True},
-        "two cards, mpi": {"world_size": 2, "use_mpi": True},
-        "two hosts, deepspeed": {"hostfile": hostfile, "use_deepspeed": True},
-    }
     found = {}
-    for name, options in cases.items():
-        runner = DistributedRunner([script], master_port=29511, **options)
-        words = shlex.split(runner._interpreter)
-        case = {"interpreter": words, "variables": {key: str(value) for key, value in runner._model_env_vars.items()}}
+    for name, options in json.loads(Path(cases).read_text(encoding="utf-8")).items():
+        os.environ["SOCKETS"], os.environ["CORES"] = map(str, options.pop("server", (1, 1)))
+        runner = DistributedRunner([shlex.join(script)], master_port=29511, **options)
+        words = [*shlex.split(runner._interpreter), *script]
+        case = {"command": words, "variables": {key: str(value) for key, value in runner._model_env_vars.items()}}
         if words[0] == "deepspeed":
-            case["started"] = recorded(deepspeed_runner, [*words[1:], script, "a=1"])
+            case["started"] = recorded(deepspeed_runner, words[1:])
         found[name] = case
     print(json.dumps(found))
 
