@@ -101,7 +101,7 @@ def _version(package: str) -> str | None:
 
 def versions(size: str, folder: Path) -> Iterator[Row]:
     warnings = gaudi_warnings()
-    pairs = ", ".join(f"{gaudi} with torch {' or '.join(torch)}" for gaudi, torch in TORCH_OF_GAUDI.items())
+    pairs = ", ".join(f"{gaudi} with torch {torch}" for gaudi, torch in TORCH_OF_GAUDI.items())
     seen = f"Gaudi {_version('habana-torch-plugin')}, torch {_version('torch')}"
     yield Row("versions", "release and torch", "a pair of: " + pairs, "; ".join([seen, *warnings]), not warnings)
     habana = _version("optimum-habana")

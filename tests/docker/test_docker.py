@@ -52,17 +52,17 @@ def test_what_a_dockerfile_copies_and_starts_exists(path):
 
 
 def test_the_gaudi_image_is_a_pair_of_the_compatibility_table_and_keeps_its_torch():
-    from recipes.pipeline.compatibility import TORCH_OF_GAUDI, VALIDATED_GAUDI
+    from recipes.pipeline.compatibility import VALIDATED_GAUDI, torch_of
 
     arguments = dict(
         rest.split("=") for name, rest in instructions(DOCKER / "Dockerfile") if name == "ARG" and "=" in rest
     )
     assert arguments["GAUDI"].startswith(VALIDATED_GAUDI)
-    assert ".".join(arguments["TORCH"].split(".")[:2]) in TORCH_OF_GAUDI[VALIDATED_GAUDI]
+    assert ".".join(arguments["TORCH"].split(".")[:2]) == torch_of(arguments["GAUDI"])
     text = (DOCKER / "Dockerfile").read_text(encoding="utf-8")
     assert "pip install torch" not in text and "diff /tmp/torch.before /tmp/torch.after" in text
-    for gaudi, torch in re.findall(r"GAUDI=(1\.2\d)\.\d --build-arg TORCH=(2\.\d+)\.\d", text):
-        assert torch in TORCH_OF_GAUDI[gaudi]
+    for gaudi, torch in re.findall(r"GAUDI=(1\.2\d\.\d) --build-arg TORCH=(2\.\d+)\.\d", text):
+        assert torch == torch_of(gaudi)
 
 
 def test_compose_names_both_images_and_the_vendors_runtime():
