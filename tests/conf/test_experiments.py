@@ -1,6 +1,7 @@
 """Each experiment composes and plans; the 70b experiment is the measured run, key by key."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,25 @@ def test_the_plan_of_70b_generate_by_hand(compose):
     text = plan(cfg)
     assert "172 rows x 1 group(s) of ranks, 8 ranks share a model; up to 2,048 + 128 tokens" in text
     assert "fits on Gaudi2 (94.6 GiB)" in text
+
+
+DEEPSPEED = {path.stem: path for path in (REPOSITORY / "conf" / "deepspeed").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("name", sorted(DEEPSPEED))
+def test_each_value_of_deepspeeds_files_is_explained(name):
+    lines = DEEPSPEED[name].read_text().splitlines()
+    assert lines[0].startswith("# ")
+    bare = [line for line in lines if re.match(r" *[\w]+: +[^# ]", line) and " # " not in line]
+    assert not bare
+
+
+def test_stage_3_gathers_our_own_layer_but_in_the_measured_configuration(compose):
+    from modeling.llama import LlamaDecoderLayer
+
+    for name in sorted(DEEPSPEED):
+        zero = compose(f"deepspeed={name}").deepspeed.get("zero_optimization", {})
+        classes = zero.get("leaf_module", {}).get("classes", [])
+        own = zero.get("stage") == 3 and name != "zero3_70b"
+        assert classes == ([LlamaDecoderLayer.__name__] if own else []), name
+    assert "No leaf_module" in DEEPSPEED["zero3_70b"].read_text()
