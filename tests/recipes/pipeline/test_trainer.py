@@ -71,29 +71,34 @@ def test_the_learning_rate_follows_the_formula(plain):
     close(series, [0.01 * 0.5 * (1 + math.cos(math.pi * step / 6)) for step in range(6)])
 
 
+@pytest.fixture(scope="module")
+def batch_of_four(tiny):
+    run = tiny("train.per_device_train_batch_size=4")
+    assert run.returncode == 0, run.stderr
+    return run
+
+
 @pytest.mark.parametrize("split", [(1, 4), (2, 2)])
-def test_loss_norm_and_schedule_do_not_depend_on_accumulation(tiny, split):
-    whole = tiny("train.per_device_train_batch_size=4", "train.eval_strategy=no")
+def test_loss_norm_and_schedule_do_not_depend_on_accumulation(tiny, batch_of_four, split):
     micro, steps = split
     parts = tiny(
         f"train.per_device_train_batch_size={micro}",
         f"train.gradient_accumulation_steps={steps}",
-        "train.eval_strategy=no",
     )
     for key in ("loss", "learning_rate", "eval_loss"):
-        close(parts.series(key), whole.series(key))
-    close(parts.series("grad_norm"), whole.series("grad_norm"), 1e-4)
+        close(parts.series(key), batch_of_four.series(key))
+    close(parts.series("grad_norm"), batch_of_four.series("grad_norm"), 1e-4)
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("stage", "launcher"), [("none", ()), ("zero0", DEEPSPEED), ("zero2", DEEPSPEED), ("zero3", DEEPSPEED)]
 )
-def test_two_ranks_equal_one(tiny, plain, stage, launcher):
+def test_two_ranks_equal_one(tiny, batch_of_four, stage, launcher):
     options = ["train.per_device_train_batch_size=2", "train.per_device_eval_batch_size=3", f"deepspeed={stage}"]
     two = tiny(*options, "train.save_strategy=steps", "train.save_steps=3", ranks=2, launcher=launcher)
     assert two.returncode == 0, two.stderr
-    one = tiny("train.per_device_train_batch_size=4")
+    one = batch_of_four
     for key in ("loss", "learning_rate", "eval_loss"):
         close(two.series(key), one.series(key))
     if stage != "zero0":  # DeepSpeed does not tell the norm at stage 0
