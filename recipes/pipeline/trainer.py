@@ -325,6 +325,11 @@ class LoraTrainerMixin:
 
     # Optimizer and checkpoints
 
+    def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        # A resumed run's base has put the checkpoint's rows for each rank in place of the configured ones: with another
+        # number of ranks that is another step, without a word
+        return super()._inner_training_loop(self.args.train_batch_size, *args, **kwargs)
+
     def _wrap_model(self, model: torch.nn.Module, training: bool = True, dataloader: Any = None) -> torch.nn.Module:
         # Called after checkpointing was switched on. In lazy mode without DeepSpeed optimum-habana puts a checkpoint of its
         # own in place of torch's: the same without re-entry, but its call misses an argument that torch has had since 2.9.

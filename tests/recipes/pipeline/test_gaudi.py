@@ -71,9 +71,9 @@ def environment(**more: str) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def runs(tmp_path_factory):
+def runs(one_for_all):
     """runs("lazy") -> {case: what variants.py found, with its adapter}; each process runs once for all test workers."""
-    home = tmp_path_factory.getbasetemp().parent / "gaudi"
+    home = one_for_all / "gaudi"
     home.mkdir(exist_ok=True)
 
     def process(name: str) -> dict[str, dict]:
