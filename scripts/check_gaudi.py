@@ -34,7 +34,7 @@ PACKAGES = ["habana-torch-plugin", "torch", "optimum-habana", "transformers", "a
 SIZES = {
     "7b": "hidden_size=4096 intermediate_size=11008 num_hidden_layers=32 num_attention_heads=32 num_key_value_heads=32"
     " vocab_size=32000",
-    "tiny": "hidden_size=256 intermediate_size=512 num_hidden_layers=2 num_attention_heads=4 num_key_value_heads=2"
+    "tiny": "hidden_size=128 intermediate_size=256 num_hidden_layers=2 num_attention_heads=4 num_key_value_heads=2"
     " vocab_size=512",
 }
 
