@@ -324,6 +324,9 @@ def _join(cfg: LoraRecipe, runtime: Runtime) -> None:
     if runtime.world_size == 1:
         _single_rank_rendezvous()
     if cfg.deepspeed:
+        from recipes.pipeline import extension_locks
+
+        extension_locks.clear()
         import deepspeed
 
         deepspeed.init_distributed(runtime.backend, auto_mpi_discovery=False, verbose=False)
