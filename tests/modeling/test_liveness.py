@@ -140,12 +140,12 @@ def test_training_peak_is_a_third_lower_than_stocks():
 
 
 def test_logits_of_a_long_prefill_are_the_last_ones_only(pair):
-    _, ours = pair(max_position_embeddings=1024)
-    ids = torch.randint(3, 64, (1, 1000))
+    _, ours = pair(max_position_embeddings=1024, vocab_size=49152)
+    ids = torch.randint(3, 49152, (1, 1000))
     shapes = []
     ours.lm_head.register_forward_hook(lambda module, inputs, output: shapes.append(tuple(output.shape)))
     ours.generate(ids, max_new_tokens=2, do_sample=False, eos_token_id=None)
-    assert shapes == [(1, 1, 64), (1, 1, 64)]
+    assert shapes == [(1, 1, 49152)] * 2
 
 
 def test_bytes_of_smollm2s_cache():

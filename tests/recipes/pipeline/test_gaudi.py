@@ -287,6 +287,16 @@ def test_generation_with_hpu_graphs_gives_the_cpus_texts(recipe, tmp_path):
     assert 0 < journal["calls"]["graph_capture"] <= 4
 
 
+def test_generation_asks_for_the_graph_breaks_of_lazy_mode(recipe, tmp_path):
+    _, (journal,), done = recipe(
+        "runtime=gaudi_lazy", "generate.prompt=[Add.]", "generate.max_new_tokens=3", "generate.ignore_eos=true",
+        f"generate.output={tmp_path}/out.jsonl", script="generate.py",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    # The model's own in three forwards, one behind each token but the last, one before the first batch and one after it
+    assert journal["calls"]["mark_step"] == 3 + 2 + 2
+
+
 def test_without_pips_line_the_error_says_what_to_do(recipe, tmp_path):
     lone = tmp_path / "pip"
     lone.write_text("#!/bin/sh\nexit 0\n")

@@ -241,19 +241,25 @@ class _Scored(TorchDispatchMode):
         return result
 
 
-def test_prefill_computes_scores_of_the_last_position_only(tiny):
-    _, ours, _ = tiny
-    prompt = [n % 250 for n in range(100)]
-    scores = []
-    for fused, chunk in ((True, 0), (False, 0), (False, 40)):
-        options = GenerateConfig(max_new_tokens=4, fused=fused, prefill_chunk=chunk)
-        decoder = Decoder(ours, CPU, options, RuntimeConfig(), Shape(1, 104, padded=False))
-        with torch.no_grad(), _Scored(ours.lm_head.weight) as counted:
-            scores.append(decoder.prefill([prompt], 100, 258))
-        assert counted.scores == 300, (fused, chunk)  # one position's, of a vocabulary of 300
-    assert all(tuple(score.shape) == (1, 300) for score in scores)
-    torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(scores[1], scores[2], rtol=1e-4, atol=1e-4)
+def test_a_long_prefill_computes_scores_of_its_last_position_only():
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024,
+    )  # fmt: skip
+    torch.manual_seed(4)
+    wide = LlamaForCausalLM(config).eval()
+    prompts = [[n * 37 % 49152 for n in range(1000)], [n * 41 % 49152 for n in range(900)]]
+    for rows in (prompts[:1], prompts):
+        scores = []
+        for fused, chunk in ((True, 0), (False, 0), (False, 400)):
+            options = GenerateConfig(max_new_tokens=4, fused=fused, prefill_chunk=chunk)
+            decoder = Decoder(wide, CPU, options, RuntimeConfig(), Shape(len(rows), 1004, padded=len(rows) > 1))
+            with torch.no_grad(), _Scored(wide.lm_head.weight) as counted:
+                scores.append(decoder.prefill(rows, 1000, 258))
+            assert counted.scores == len(rows) * 49152, (fused, chunk)
+        assert all(tuple(score.shape) == (len(rows), 49152) for score in scores)
+        torch.testing.assert_close(scores[0], scores[1], rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(scores[1], scores[2], rtol=1e-4, atol=1e-4)
 
 
 def test_embeddings_instead_of_ids_give_the_same_eight_tokens(tiny):

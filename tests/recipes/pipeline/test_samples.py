@@ -137,22 +137,32 @@ def test_two_ranks_write_the_same_table(trained, base, tiny, stage):
     assert (run.folder / "samples.md").read_text() == (trained.folder / "samples.md").read_text()
 
 
-def test_generating_gives_the_texts_of_the_table(trained, base, records, warm, tmp_path):
-    options = [o for o in arguments(base, f"data.path={records}") if not o.startswith("sample")]
+def generated(warm, folder, options, *more):
+    """Lines of recipes/generate.py for the prompts of the table."""
     given = [
         "generate.held_out=true",
         "generate.max_prompts=3",
         "generate.max_new_tokens=10",
         "data.max_eval_samples=16",
     ]
-    given += ["+experiment=tiny", "runtime=cpu", "memory_curve=false"]
+    given += [
+        "+experiment=tiny",
+        "runtime=cpu",
+        "memory_curve=false",
+        *(o for o in options if not o.startswith("sample")),
+    ]
+    out = folder / f"{len(list(folder.iterdir()))}.jsonl"
+    done = warm("recipes/generate.py", *given, *more, f"generate.output={out}", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in out.read_text().splitlines()], done.stdout
+
+
+def test_generating_gives_the_texts_of_the_table(trained, base, records, warm, tmp_path):
+    options = arguments(base, f"data.path={records}")
+    _, *rows = Cells((trained.folder / "samples.md").read_text()).rows
     for column, more in ((1, []), (2, [f"adapter.path={trained.folder}"])):  # of a run's folder it takes the adapter
-        out = tmp_path / f"{column}.jsonl"
-        done = warm("recipes/generate.py", *given, *options, *more, f"generate.output={out}", cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-        assert f"adapter       {trained.folder / 'adapter' if more else 'none'}" in done.stdout
-        lines = [json.loads(line) for line in out.read_text().splitlines()]
-        _, *rows = Cells((trained.folder / "samples.md").read_text()).rows
+        lines, said = generated(warm, tmp_path, options, *more)
+        assert f"adapter       {trained.folder / 'adapter' if more else 'none'}" in said
         texts = [line["text"] + (" …" if line["finish_reason"] == "length" else "") for line in lines]
         assert [row[column].split() for row in rows] == [text.split() for text in texts]
 
@@ -160,6 +170,32 @@ def test_generating_gives_the_texts_of_the_table(trained, base, records, warm, t
 def test_a_finished_adapter_gives_the_table_again(trained, base, tiny):
     run = tiny(*arguments(base, "train.do_train=false", f"adapter.path={trained.folder / 'adapter'}"))
     assert (run.folder / "samples.md").read_text() == (trained.folder / "samples.md").read_text()
+
+
+@pytest.mark.slow
+def test_training_evaluation_and_generation_stop_at_the_same_token(base, records, tiny, warm, tmp_path):
+    loud = tmp_path / "base"  # its scores are far enough apart for 24 steps to teach where an answer ends
+    model = LlamaForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(4)
+    model.save_pretrained(loud)
+    bytes_tokenizer().save_pretrained(loud)
+    short = tmp_path / "short.json"
+    rows = json.loads(records.read_text())
+    short.write_text(json.dumps([{**row, "output": row["output"][: n % 5 + 1]} for n, row in enumerate(rows)]))
+    options = arguments(loud, f"data.path={short}", f"data.cache_dir={tmp_path / 'cache'}")
+    run = tiny(*options, "train.max_steps=24", "train.eval_strategy=no")
+    assert run.returncode == 0, run.stderr
+    _, *rows = Cells((run.folder / "samples.md").read_text()).rows
+    assert all(plain.endswith("…") and not adapted.endswith("…") for _, plain, adapted, _ in rows), rows
+    again = tiny(*options, "train.do_train=false", f"adapter.path={run.folder / 'adapter'}")
+    assert (again.folder / "samples.md").read_text() == (run.folder / "samples.md").read_text()
+    lines, _ = generated(warm, tmp_path, options, f"adapter.path={run.folder}")
+    assert [line["finish_reason"] for line in lines] == ["eos"] * 3
+    assert [line["text"].split() for line in lines] == [row[2].split() for row in rows]
+    assert all(line["new_tokens"] == len(line["text"].encode()) + 1 for line in lines)
 
 
 def test_not_asked_for_not_written(base, tiny):
