@@ -91,18 +91,15 @@ def test_loss_norm_and_schedule_do_not_depend_on_accumulation(tiny, batch_of_fou
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("stage", "launcher"), [("none", ()), ("zero0", DEEPSPEED), ("zero2", DEEPSPEED), ("zero3", DEEPSPEED)]
-)
-def test_two_ranks_equal_one(tiny, batch_of_four, stage, launcher):
+@pytest.mark.parametrize(("stage", "launcher"), [("none", ()), ("zero3", DEEPSPEED)])
+def test_two_launched_ranks_equal_one(tiny, batch_of_four, stage, launcher):
     options = ["train.per_device_train_batch_size=2", "train.per_device_eval_batch_size=3", f"deepspeed={stage}"]
     two = tiny(*options, "train.save_strategy=steps", "train.save_steps=3", ranks=2, launcher=launcher)
     assert two.returncode == 0, two.stderr
     one = batch_of_four
     for key in ("loss", "learning_rate", "eval_loss"):
         close(two.series(key), one.series(key))
-    if stage != "zero0":  # DeepSpeed does not tell the norm at stage 0
-        close(two.series("grad_norm"), one.series("grad_norm"), 1e-4)
+    close(two.series("grad_norm"), one.series("grad_norm"), 1e-4)
     for folder in ("adapter", "checkpoint-3", "checkpoint-6"):
         adapter_is_whole(two.folder / folder)
     saved, alone = (load_file(run.folder / "adapter" / "adapter_model.safetensors") for run in (two, one))

@@ -43,7 +43,7 @@ def one(cfg, runtime, folder: Path) -> dict:
     coach.get_batch_samples = watched
     results = trainer.run(cfg, runtime, coach)
     logs = [line for line in coach.state.log_history if "loss" in line]
-    series = {key: [line[key] for line in logs] for key in ("loss", "learning_rate")}
+    series = {key: [line[key] for line in logs if key in line] for key in ("loss", "learning_rate", "grad_norm")}
     return {**series, "eval_loss": results["eval_loss"], "adapter": begun, "batches": seen}
 
 
