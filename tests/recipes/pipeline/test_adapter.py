@@ -129,6 +129,24 @@ def test_an_empty_adapter_is_never_written(adapted, tmp_path):
     assert not (tmp_path / "a").exists()
 
 
+def test_a_checkpoint_of_a_real_shape_is_its_adapter_three_times(tiny):
+    smollm2 = {  # a fifth of its layers
+        "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 6,
+        "num_attention_heads": 9, "num_key_value_heads": 3,
+    }  # fmt: skip
+    shape = [f"model.config.{name}={size}" for name, size in smollm2.items()]
+    run = tiny(
+        *shape, "+model.config.tie_word_embeddings=true", "adapter.r=8", "train.do_eval=false", "train.eval_strategy=no",
+        "train.max_steps=1", "train.per_device_train_batch_size=1", "train.save_strategy=steps", "train.save_steps=1",
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr[-3000:]
+    folder = run.folder / "checkpoint-1"
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    adapter = sum(tensor.numel() for tensor in load_file(folder / "adapter_model.safetensors").values())
+    base = 49152 * 576 + 6 * 3_540_096
+    assert size < 3 * 4 * adapter + 1e6 < 0.1 * 4 * base  # weights and Adam's two moments, of a float32 base
+
+
 def test_dtypes_of_the_adapter(adapted, tmp_path):
     model = adapted(model=base().to(torch.bfloat16))
     assert {p.dtype for n, p in model.named_parameters() if "lora_" in n} == {torch.float32}

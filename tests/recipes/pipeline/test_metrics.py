@@ -54,6 +54,26 @@ def test_target_sums_against_hand_work():
     assert correct == 1  # a uniform row guesses 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["vendored", "stock"])
+def test_evaluation_keeps_no_batchs_scores(implementation, warm, tmp_path):
+    """Kept, those of 180 more texts would be more than a GiB."""
+    rows = [{"instruction": f"Add {n} and {n % 7}.", "output": str(n + n % 7)} for n in range(200)]
+    (tmp_path / "texts.json").write_text(json.dumps(rows))
+    options = [
+        "+experiment=tiny", "runtime=cpu", "train.do_train=false", "train.per_device_eval_batch_size=4",
+        "train.tensorboard=false", "model.config.vocab_size=8192", f"model.implementation={implementation}",
+        f"data.path={tmp_path}/texts.json", f"data.eval_path={tmp_path}/texts.json", f"data.cache_dir={tmp_path}/cache",
+    ]  # fmt: skip
+    peaks = []
+    for count in (20, 200):
+        given = [str(tmp_path), *options, f"data.max_eval_samples={count}"]
+        done = warm("tests/recipes/pipeline/resident_run.py", *given, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr[-3000:]
+        peaks.append(int((tmp_path / "resident-0").read_text()))
+    assert peaks[1] - peaks[0] < 200e6, peaks
+
+
 @pytest.mark.parametrize("loss", [710.0, math.nan])
 def test_a_loss_without_a_finite_perplexity_warns_and_is_written_as_null(loss, tmp_path):
     with pytest.warns(UserWarning, match="no finite perplexity"):
