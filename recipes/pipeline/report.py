@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from recipes.pipeline.compatibility import gaudi_warnings
 from recipes.pipeline.compose import REPOSITORY, to_yaml
 from recipes.pipeline.config import InputError, LoraRecipe
 from recipes.pipeline.data import Data, describe
@@ -97,8 +96,6 @@ def introduce(
         return
     mode = "lazy" if runtime.lazy else "eager"
     print(f"device        {runtime.kind}, {mode}, {runtime.world_size} rank(s), backend {runtime.backend}")
-    for line in gaudi_warnings() if runtime.kind == "hpu" else []:
-        print(f"warning       {line}")
     print(described)
     print(describe(data, tokenizer), flush=True)
     write_json(folder / "data.json", {"counts": data.counts, "fingerprint": data.fingerprint})

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recipes.pipeline.compatibility import gaudi_warnings
 from recipes.pipeline.config import Device, InputError, LoraRecipe, RuntimeConfig
 
 if TYPE_CHECKING:
@@ -152,11 +153,19 @@ def start(cfg: LoraRecipe, connect: bool = True) -> Runtime:
             "habana_frameworks was imported before the run's environment was set; start this recipe as a program"
         )
     os.environ.update(runtime.environment)
-    if connect and runtime.is_main and (idle := without_effect(cfg.runtime, kind, lazy)):
-        print(f"warning       on {kind} these have no effect: {', '.join(idle)}", file=sys.stderr, flush=True)
     if connect:
+        if runtime.is_main:
+            _warn(cfg.runtime, kind, lazy)
         _connect(cfg, runtime)
     return runtime
+
+
+def _warn(options: RuntimeConfig, kind: str, lazy: bool) -> None:
+    lines = gaudi_warnings() if kind == "hpu" else []
+    if idle := without_effect(options, kind, lazy):
+        lines.append(f"on {kind} these have no effect: {', '.join(idle)}")
+    for line in lines:
+        print(f"warning       {line}", file=sys.stderr, flush=True)
 
 
 def lazy_mode(options: RuntimeConfig, kind: str) -> bool:

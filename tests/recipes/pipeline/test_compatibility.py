@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.pipeline import compatibility
+from recipes.pipeline import compatibility, runtime
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,15 @@ def test_pairings_outside_the_table_are_said(monkeypatch, gaudi, torch, said):
     assert len(lines) == len(said)
     for line, words in zip(lines, said, strict=True):
         assert words in line
+
+
+@pytest.mark.parametrize("root", ["lora", "generate"])
+def test_each_recipe_says_it_at_its_start(compose, monkeypatch, capsys, root):
+    monkeypatch.setattr(runtime, "gaudi_warnings", lambda: ["no pair"])
+    monkeypatch.setattr(runtime, "_connect", lambda *_: None)
+    asked = ["generate.held_out=true"] if root == "generate" else []
+    runtime.start(compose("runtime=gaudi_lazy", *asked, root=root))
+    assert capsys.readouterr().err == "warning       no pair\n"
 
 
 def test_the_documented_table_is_the_one_that_is_checked():
