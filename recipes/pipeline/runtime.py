@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from recipes.pipeline import extension_locks
 from recipes.pipeline.compatibility import gaudi_warnings
 from recipes.pipeline.config import Device, InputError, LoraRecipe, RuntimeConfig
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 GIB = 1024**3
-GAUDIS = (
+GAUDI_OPTIONS = (
     "flash_attention_recompute",
     "flash_attention_fast_softmax",
     "use_fused_adam",
@@ -33,7 +34,7 @@ GAUDIS = (
     "pipelining_fwd_bwd",
     "use_hpu_graphs_for_inference",
 )
-GAUDIS_VARIABLES = ("PT_", "HABANA_", "HLS_", "HCCL_", "DEEPSPEED_HPU_")
+GAUDI_VARIABLES = ("PT_", "HABANA_", "HLS_", "HCCL_", "DEEPSPEED_HPU_")
 BACKENDS = {"hpu": "hccl", "cuda": "nccl", "cpu": "gloo", "lazy": "gloo"}
 
 
@@ -184,8 +185,8 @@ def without_effect(options: RuntimeConfig, kind: str, lazy: bool) -> list[str]:
     """Options meant for a Gaudi card that this device passes over, so that an experiment of such a card can be tried here."""
     found = []
     if kind != "hpu":
-        found += [name for name in GAUDIS if getattr(options, name)]
-        found += [f"environment.{name}" for name in options.environment if name.startswith(GAUDIS_VARIABLES)]
+        found += [name for name in GAUDI_OPTIONS if getattr(options, name)]
+        found += [f"environment.{name}" for name in options.environment if name.startswith(GAUDI_VARIABLES)]
     if not lazy:
         found += [name for name in ("mark_step", "layers_per_mark_step") if getattr(options, name)]
     return [f"runtime.{name}" for name in found]
@@ -333,8 +334,6 @@ def _join(cfg: LoraRecipe, runtime: Runtime) -> None:
     if runtime.world_size == 1:
         _single_rank_rendezvous()
     if cfg.deepspeed:
-        from recipes.pipeline import extension_locks
-
         extension_locks.clear()
         import deepspeed
 
