@@ -145,7 +145,7 @@ def _forward_peak(runtime: Runtime, shape: dict[str, int], in_place: bool | None
         model = LlamaForCausalLM(config).to(torch.bfloat16).eval().to("hpu")
         breaker = mark_step_for("hpu", lazy=True) if breaks else None
         bind(model, Execution(mark_step=breaker, in_place_residual=in_place, attention="fused_sdpa", ops="hpu"))
-        rows = (16, 1024) if config.hidden_size >= 4096 else (8, 512)
+        rows = (16, 1024) if config.hidden_size >= 4096 else (16, 512)
         ids = torch.randint(0, config.vocab_size, rows).to("hpu")
         for _ in range(2):  # the second pass has its graphs
             runtime.synchronize()
