@@ -177,6 +177,7 @@ def plan(options: argparse.Namespace, folder: Path, base_name: str) -> Any:
     """The scripts.merging.Merge to do, base and adapters held against each other. Raises InputError."""
     import torch
 
+    from recipes.pipeline.adapter import MARKED, compare_bases, mark_of
     from recipes.pipeline.model import read_config
     from recipes.pipeline.weights import read_json, weight_files
     from scripts.merging import Adapter, Merge, Tensors
@@ -191,6 +192,8 @@ def plan(options: argparse.Namespace, folder: Path, base_name: str) -> Any:
         for path, weight in zip(options.adapter, options.weights, strict=True)
     ]
     job = Merge(config, Tensors(weight_files(folder)), adapters, getattr(torch, options.dtype))
+    for adapter in adapters:
+        compare_bases(adapter.folder, str(folder), mark_of(job.base.rows(MARKED, 0, 1)))
     print(f"base          {base_name}")
     if base_name.endswith(".gguf"):
         print("              quantised: the adapter is merged into its de-quantised weights")

@@ -106,14 +106,15 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _load() -> None:
-    """The libraries. They are most of a plan's time, so nothing looks for garbage meanwhile, and scikit-learn, which transformers
-    takes for assisted decoding, stays out where it is not loaded yet."""
+    """The libraries. They are most of a plan's time, so nothing looks for garbage meanwhile, and what transformers takes for
+    assisted decoding and for object detection stays out where it is not loaded yet."""
     gc.disable()
-    kept_out = sys.modules.setdefault("sklearn", None) is None
+    kept_out = [name for name in ("sklearn", "scipy") if sys.modules.setdefault(name, None) is None]
     import modeling.memory  # noqa: F401
+    import recipes.pipeline.model  # noqa: F401
 
-    if kept_out:
-        del sys.modules["sklearn"]
+    for name in kept_out:
+        del sys.modules[name]
     gc.freeze()
     gc.enable()
 

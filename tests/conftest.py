@@ -1,12 +1,11 @@
 """Fixtures that several test files share."""
 
 import importlib.util
-import json
 import os
-import signal
+import shlex
 import subprocess
 import sys
-import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tests run side by side
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+TESTS = Path(__file__).resolve().parent
+REPOSITORY = TESTS.parent
 
 
 @pytest.fixture(autouse=True)
@@ -50,33 +50,38 @@ def compose():
 
 
 @pytest.fixture(scope="session")
-def warm(tmp_path_factory):
-    """warm("scripts/plan.py", "+experiment=tiny", cwd=...) -> CompletedProcess, from a process that has the libraries loaded."""
+def warm_python(tmp_path_factory):
+    """Path of an interpreter that has the libraries loaded, for a script or -c TEXT and what these start; see warm_process.py."""
     folder = tmp_path_factory.mktemp("warm")
+    interpreter, listening = folder / "python", folder / "socket"
+    client = shlex.join(
+        [sys.executable, "-IS", str(TESTS / "warm_python.py"), str(listening), sys.executable, str(interpreter)]
+    )
+    interpreter.write_text(f'#!/bin/sh\nexec {client} "$@"\n')
+    interpreter.chmod(0o755)
     with (folder / "errors").open("w") as errors:
         server = subprocess.Popen(
-            [sys.executable, str(REPOSITORY / "tests" / "warm_process.py")],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
+            [sys.executable, str(TESTS / "warm_process.py"), str(listening)],
+            stdin=subprocess.PIPE, stdout=errors, stderr=errors, start_new_session=True,
         )  # fmt: skip
-
-    def run(script: str | Path, *arguments: str, cwd: Path, timeout: float = 600, **variables: str):
-        out, err = folder / "out", folder / "err"
-        request = {
-            "script": str(REPOSITORY / script), "arguments": [str(a) for a in arguments], "cwd": str(cwd),
-            "environment": {**os.environ, **variables}, "out": str(out), "err": str(err),
-        }  # fmt: skip
-        server.stdin.write(json.dumps(request) + "\n")
-        server.stdin.flush()
-        late = threading.Timer(timeout, os.killpg, (server.pid, signal.SIGKILL))
-        late.start()
-        answer = server.stdout.readline()
-        late.cancel()
-        assert answer, f"no answer within {timeout} s: {(folder / 'errors').read_text()[-2000:]}"
-        return subprocess.CompletedProcess(request["arguments"], int(answer), out.read_text(), err.read_text())
-
-    yield run
+    while not listening.exists():
+        assert server.poll() is None, (folder / "errors").read_text()[-2000:]
+        time.sleep(0.05)
+    yield str(interpreter)
     server.stdin.close()
     server.wait()
+
+
+@pytest.fixture(scope="session")
+def warm(warm_python):
+    """warm("scripts/plan.py", "+experiment=tiny", cwd=...) -> CompletedProcess."""
+
+    def run(script: str | Path, *arguments: str, cwd: Path, timeout: float = 600, **variables: str):
+        command = [warm_python, str(REPOSITORY / script), *map(str, arguments)]
+        environment = {**os.environ, **variables}
+        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+
+    return run
 
 
 @pytest.fixture

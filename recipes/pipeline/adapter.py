@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import hashlib
 import json
 import os
 import re
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 NAME = "default"
+MARKED = "model.layers.0.self_attn.q_proj.weight"  # of its first row: fine-tunes of one model differ in it
 
 
 def add_adapter(model: PreTrainedModel, cfg: LoraRecipe) -> nn.Module:
@@ -41,12 +43,14 @@ def add_adapter(model: PreTrainedModel, cfg: LoraRecipe) -> nn.Module:
             raise InputError(f"adapter=none and adapter.path={cfg.adapter.path} contradict each other")
         return model.requires_grad_(False) if not cfg.train.do_train else model
     torch.manual_seed(cfg.seed)  # equal on every rank
+    mark = base_mark(model)
     if cfg.adapter.path:
         wrapped = load_adapter(model, adapter_folder(cfg.adapter.path), trainable=cfg.train.do_train)
     elif cfg.train.do_train:
         wrapped = get_peft_model(model, lora_config(cfg.adapter, model))
     else:
         return model.requires_grad_(False)  # evaluation of the base model
+    wrapped.base_mark = mark
     if cfg.adapter.dtype is not None:
         dtype = torch.bfloat16 if cfg.adapter.dtype is Dtype.bfloat16 else torch.float32
         for name, parameter in wrapped.named_parameters():
@@ -181,7 +185,8 @@ def save_adapter(model: nn.Module, folder: Path, tokenizer: PreTrainedTokenizerB
     config = copy.deepcopy(model.peft_config[NAME])
     config.inference_mode = True
     with tempfile.TemporaryDirectory(dir=folder, prefix=".part-") as part:
-        save_file(tensors, Path(part) / WEIGHTS_FILE, metadata={"format": "pt"})
+        mark = getattr(model, "base_mark", None)
+        save_file(tensors, Path(part) / WEIGHTS_FILE, {"format": "pt", **({"base_mark": mark} if mark else {})})
         config.save_pretrained(part)
         if tokenizer is not None:
             tokenizer.save_pretrained(part)
@@ -211,7 +216,9 @@ def plain_lora(module: nn.Module) -> tuple[nn.Module, LowRank | None] | None:
 
 def load_adapter(model: PreTrainedModel, folder: Path, trainable: bool) -> PeftModel:
     """A finished adapter on `model`, every key and shape checked (PEFT only warns). Raises InputError."""
+    mark = base_mark(model)
     wrapped, ours = fit_adapter(model, folder, trainable)
+    compare_bases(folder, model.name_or_path, mark)
     shares = _shares(model)
     with _open_weights(folder) as file:
         for key, parameter in ours.items():
@@ -249,7 +256,6 @@ def fit_adapter(
     if set(found) - set(ours) and set(found) == set(with_base := _keys(wrapped, True)):
         ours = with_base  # PEFT saves the base's embedding too where it is a target
     _check_keys(folder, found, ours, shares.whole_shape if shares else lambda _, shape: shape)
-    _compare_bases(folder, config, model)
     return wrapped, ours
 
 
@@ -272,11 +278,41 @@ def _embeddings(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
 
 
-def _compare_bases(folder: Path, config: PeftConfig, model: PreTrainedModel) -> None:
-    # By the last part of the path: models are moved and copied. Shapes are compared key by key later
-    trained_on, given = (Path(name or "").name for name in (config.base_model_name_or_path, model.name_or_path))
-    if trained_on and given and trained_on != given and _is_main():
-        print(f"adapter.path={folder} was trained on {trained_on}, the model here is {given}", file=sys.stderr)
+def base_mark(model: nn.Module) -> str | None:
+    """Tells models of one shape apart, whatever their names and dtypes; adapters carry their base's. Collective.
+
+    None where the weights are not there (the meta device) or not a Llama's.
+    """
+    parameter = dict(model.named_parameters()).get(MARKED)
+    if parameter is None or parameter.is_meta:
+        return None
+    with _whole(parameter):
+        return mark_of(parameter.detach()[0]) if parameter.numel() else None
+
+
+def mark_of(row: torch.Tensor) -> str:
+    """The mark of a model whose tensor MARKED begins with `row`."""
+    # Rounded: a model in float32 and in bfloat16 is one model
+    return hashlib.sha256(row.cpu().bfloat16().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def compare_bases(folder: Path, name: str | None, mark: str | None) -> None:
+    """A line on stderr where the adapter's base had other weights than the model `name`; without marks, another name."""
+    if not _is_main():
+        return
+    trained_on = Path(read_adapter_config(folder).base_model_name_or_path or "").name
+    given = Path(name or "").name  # by the last part of the path: models are moved and copied
+    with _open_weights(folder) as file:
+        theirs = (file.metadata() or {}).get("base_mark")
+    if theirs and mark:
+        if theirs != mark:
+            print(
+                f"warning: adapter {folder} was trained on other weights than those here"
+                f" (there {trained_on or 'a model without a name'}, here {given or 'a model without a name'}); its answers will be off",
+                file=sys.stderr,
+            )
+    elif trained_on and given and trained_on != given:
+        print(f"warning: adapter {folder} was trained on {trained_on}, the model here is {given}", file=sys.stderr)
 
 
 def adapter_folder(path: str | Path) -> Path:

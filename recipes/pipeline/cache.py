@@ -9,13 +9,14 @@ import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import datasets
+from typing import TYPE_CHECKING, Any
 
 from recipes.pipeline.config import InputError
 
-Splits = dict[str, datasets.Dataset]
+if TYPE_CHECKING:
+    import datasets
+
+    Splits = dict[str, datasets.Dataset]
 _META = "meta.json"
 
 
@@ -34,6 +35,8 @@ class Entry:
 
     def read(self) -> tuple[Splits, dict[str, Any]] | None:
         """None if there is no entry or a damaged one (a file whose checksum isn't the recorded one)."""
+        import datasets
+
         try:
             meta = json.loads((self.folder / _META).read_text())
             if meta.pop("checksums") != _checksums(self.folder):
@@ -84,6 +87,8 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _no_progress_bars() -> Iterator[None]:
+    import datasets
+
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:

@@ -14,13 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import datasets
-
 from recipes.pipeline import batches, cache, prompts, records
 from recipes.pipeline.batches import IGNORED, Collator, blank_rows
 from recipes.pipeline.config import Batching, DataConfig, Holdout, InputError, LoraRecipe, LossOn, TooLong
 
 if TYPE_CHECKING:
+    import datasets
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["Collator", "Data", "blank_rows", "build_data", "describe"]
@@ -193,6 +192,8 @@ def _hold_out(given: list[dict], data: DataConfig, name: str) -> tuple[list[dict
 def _rows(
     part: Sequence[dict], data: DataConfig, tokenizer: PreTrainedTokenizerBase, name: str
 ) -> tuple[datasets.Dataset, dict[str, Any]]:
+    import datasets  # here: a memory plan has no rows
+
     dropped: Counter[str] = Counter()
     samples = list(_samples(part, data, tokenizer, dropped, name))
     size, remainder = data.max_seq_length, 0

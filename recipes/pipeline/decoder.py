@@ -6,7 +6,6 @@ slot of the cache and one position tensor serves them all.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,8 +19,6 @@ from modeling.llama import LlamaRotaryEmbedding
 from recipes.pipeline.adapter import plain_lora
 from recipes.pipeline.config import GenerateConfig, RuntimeConfig
 from recipes.pipeline.runtime import Runtime
-
-BUCKET = 128  # tokens, where graphs are kept
 
 
 class Step(nn.Module):
@@ -139,14 +136,6 @@ def _settle(model: nn.Module, runtime: Runtime) -> None:
 def keeps_graphs(runtime: Runtime, execution: RuntimeConfig) -> bool:
     """Whether a step's shape must not change: lazy execution, a compiler, or Gaudi in any mode."""
     return runtime.lazy or execution.compile or runtime.kind == "hpu"
-
-
-def padded_width(longest: int, options: GenerateConfig, whole: bool) -> int:
-    """Length that prompts of up to `longest` tokens are padded to."""
-    bucket = options.length_bucket or (BUCKET if whole else 1)
-    width = math.ceil(longest / bucket) * bucket
-    chunk = options.prefill_chunk
-    return math.ceil(width / chunk) * chunk if whole and chunk and width > chunk else width
 
 
 def _executed(step: Step, runtime: Runtime, execution: RuntimeConfig) -> nn.Module:

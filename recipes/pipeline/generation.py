@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from recipes.pipeline.config import GenerateConfig, InputError, RuntimeConfig
-from recipes.pipeline.decoder import Decoder, Shape, keeps_graphs, padded_width
+from recipes.pipeline.decoder import Decoder, Shape, keeps_graphs
+from recipes.pipeline.generation_plan import padded_width
 from recipes.pipeline.ranks import Ranks
 from recipes.pipeline.room import out_of_memory
 from recipes.pipeline.runtime import Runtime

@@ -195,7 +195,7 @@ def _builder(cfg: LoraRecipe, runtime: Runtime) -> Build:
         if cfg.adapter.path:
             model = _with_finished_adapter(model, cfg)
         elif not isinstance(cfg, GenerateRecipe):
-            from recipes.pipeline.adapter import add_adapter  # here: generation without an adapter has no need of PEFT
+            from recipes.pipeline.adapter import add_adapter
 
             model = add_adapter(model, cfg)
         if isinstance(cfg, GenerateRecipe) or not cfg.train.do_train:

@@ -15,7 +15,6 @@ from transformers.modeling_utils import no_init_weights
 from modeling.attention import FusedOptions
 from modeling.execution import Execution, bind, mark_step_for
 from modeling.llama import LlamaForCausalLM
-from recipes.pipeline.adapter import add_adapter, describe_model, trainable_counts
 from recipes.pipeline.config import (
     Attention,
     Dtype,
@@ -37,6 +36,8 @@ DTYPES = {Dtype.float32: torch.float32, Dtype.bfloat16: torch.bfloat16}
 
 def build_model(cfg: LoraRecipe, tokenizer: PreTrainedTokenizerBase, runtime: Runtime) -> torch.nn.Module:
     """The model of `cfg`, with its adapter if it has one. Raises InputError for what cannot be loaded."""
+    from recipes.pipeline.adapter import add_adapter  # here: a plan of generation has no need of PEFT
+
     model = load_weights(cfg, tokenizer, shares_of(cfg, runtime))
     if not isinstance(cfg, GenerateRecipe):  # there the prompts are checked, one by one
         check_lengths(cfg, model.config)
@@ -211,4 +212,4 @@ def check_lengths(cfg: LoraRecipe, config: LlamaConfig) -> None:
         )
 
 
-__all__ = ["build_model", "describe_model", "load_tokenizer", "trainable_counts"]
+__all__ = ["build_model", "load_tokenizer"]

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from recipes.pipeline import records
 from recipes.pipeline.config import GenerateRecipe, InputError, TooLongPrompt
 from recipes.pipeline.data import held_out_records
-from recipes.pipeline.preflight import shape_of
+from recipes.pipeline.generation_plan import prompt_limit
 from recipes.pipeline.prompts import encode_prompt, stop_ids
 from recipes.pipeline.sampling import prompt_seed
 
@@ -63,21 +63,6 @@ def load(cfg: GenerateRecipe, tokenizer: PreTrainedTokenizerBase) -> list[Questi
         fitting = ids if limit is None or tokens <= limit else _shortened(one, tokens, limit, cfg, tokenizer)
         questions.append(Question(one.shown, fitting, tokens, seed, reference))
     return questions
-
-
-def prompt_limit(cfg: GenerateRecipe) -> int | None:
-    """Most tokens of a prompt: the option, and what the model's positions leave; None where neither is known yet."""
-    shape, options = shape_of(cfg), cfg.generate
-    limits = [] if options.max_prompt_tokens is None else [options.max_prompt_tokens]
-    if shape is not None:
-        room = shape.max_position_embeddings - options.max_new_tokens
-        if room < 1:
-            raise InputError(
-                f"generate.max_new_tokens={options.max_new_tokens} leaves no room for a prompt in the model's"
-                f" {shape.max_position_embeddings} positions; lower it"
-            )
-        limits.append(room)
-    return min(limits, default=None)
 
 
 def ends(cfg: GenerateRecipe, tokenizer: PreTrainedTokenizerBase, of_model: list[int]) -> list[int]:

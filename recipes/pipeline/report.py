@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from recipes.pipeline.adapter import describe_model
 from recipes.pipeline.compose import REPOSITORY, to_yaml
 from recipes.pipeline.config import InputError, LoraRecipe
 from recipes.pipeline.data import Data, describe
 from recipes.pipeline.memory_curve import compared
 from recipes.pipeline.metrics import compare_with_baseline, write_json, write_results
-from recipes.pipeline.model import describe_model
 from recipes.pipeline.progress import read_log
 from recipes.pipeline.runtime import Runtime
 

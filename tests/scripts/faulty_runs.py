@@ -181,9 +181,9 @@ def in_place_in_training():
 
 @contextlib.contextmanager
 def adapter_not_loaded():
-    from recipes.pipeline import model
+    from recipes.pipeline import adapter
 
-    usual = model.add_adapter
+    usual = adapter.add_adapter
 
     def add(*arguments):
         wrapped = usual(*arguments)
@@ -192,7 +192,7 @@ def adapter_not_loaded():
                 weight.data.zero_()
         return wrapped
 
-    with mock.patch.object(model, "add_adapter", add):
+    with mock.patch.object(adapter, "add_adapter", add):
         yield
 
 

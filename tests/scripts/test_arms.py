@@ -4,7 +4,6 @@ import json
 import math
 import re
 import subprocess
-import sys
 
 import pytest
 
@@ -20,12 +19,12 @@ TINY = ["+experiment=tiny", "runtime=cpu", "train.max_steps=3", "train.eval_on_s
 
 
 @pytest.fixture
-def parity(tmp_path):
+def parity(tmp_path, warm_python):
     """parity("--ab", ...) -> (exit status, what is printed, folder of the report), the recipe run for real."""
 
     def run(*arguments):
         folder = tmp_path / "report"
-        command = [sys.executable, str(REPOSITORY / "scripts" / "parity.py"), *arguments, "--output", str(folder)]
+        command = [warm_python, str(REPOSITORY / "scripts" / "parity.py"), *arguments, "--output", str(folder)]
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
         assert "Traceback" not in done.stderr, done.stderr[-3000:]
         return done.returncode, done.stdout, folder

@@ -48,9 +48,8 @@ def test_the_checks_of_one_card(check):
     assert done.returncode == (0 if shipped else 1), done.stderr
     rows = {row["check"]: row for row in written["rows"]}
     assert [name for name, row in rows.items() if not row["ok"]] == ([] if shipped else ["release and torch"])
-    assert float(rows["in-place residual add saves"]["seen"]) == pytest.approx(
-        1.0, abs=0.1
-    )  # one tensor, as bench.py has it
+    # One tensor, as bench.py has it to the byte; the double's memory is the process's, which moves by a quarter of one
+    assert float(rows["in-place residual add saves"]["seen"]) == pytest.approx(1.0, abs=0.3)
     assert len([name for name in rows if name.startswith("Fused")]) == 17
     assert written["versions"]["habana-torch-plugin"] == "1.24.0"
     for row in written["rows"]:

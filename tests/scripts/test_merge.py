@@ -506,6 +506,21 @@ def test_an_adapter_of_another_base(base, tmp_path, capsys, fields, said):
     assert all(part in line for part in said), line
 
 
+def test_a_base_of_the_same_shape_with_other_weights_is_said(base, tmp_path, capsys, compose):
+    from recipes.pipeline.adapter import add_adapter
+    from recipes.pipeline.adapter import save_adapter as save
+
+    save(add_adapter(AutoModelForCausalLM.from_pretrained(base), compose()), tmp_path / "ours")
+    other = AutoModelForCausalLM.from_pretrained(base)
+    with torch.no_grad():
+        other.model.layers[0].self_attn.q_proj.weight.mul_(1.1)
+    other.save_pretrained(tmp_path / base.name)
+    tokenizer("bytes").save_pretrained(tmp_path / base.name)
+    for place, (folder, said) in enumerate(((base, False), (tmp_path / base.name, True))):
+        assert run("--base", folder, "--adapter", tmp_path / "ours", "--output", tmp_path / f"out{place}") == 0
+        assert ("was trained on other weights than those here" in capsys.readouterr().err) is said
+
+
 def test_damaged_and_foreign_bases(base, plain, tmp_path, capsys):
     import shutil
 

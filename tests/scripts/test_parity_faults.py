@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -33,18 +32,18 @@ PLACES = {
 }
 
 
-def start(folder: Path, names: list[str], launcher: list[str]) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
-    command = [sys.executable, *launcher, str(PROGRAM), str(folder), *names]
+def start(python: str, folder: Path, names: list[str], launcher: list[str]) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    command = [python, *launcher, str(PROGRAM), str(folder), *names]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, warm_python):
     folder = tmp_path_factory.mktemp("faults")
     names = ["sound", "dropout", "checkpointed", "evaluated", "other_batch", *PLACES]
-    start(folder, names, [])
+    start(warm_python, folder, names, [])
     return folder
 
 
@@ -59,9 +58,9 @@ def test_a_fault_is_exit_1_and_its_place_is_named(runs, fault, sound, place, cap
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_a_missing_gradient_of_one_rank_is_found(tmp_path):
+def test_a_missing_gradient_of_one_rank_is_found(tmp_path, warm_python):
     for name in ("two_ranks", "one_ranks_gradient_missing"):
-        start(tmp_path, [name], LAUNCHER)
+        start(warm_python, tmp_path, [name], LAUNCHER)
     comparison = compare(*(read(str(tmp_path / name)) for name in ("one_ranks_gradient_missing", "two_ranks")))
     assert comparison.verdict is Verdict.DIFFERS
     # Rank 0's own tensors are the same up to the step's update: what differs first is the step itself

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -53,7 +52,7 @@ class Run:
 
 
 @pytest.fixture(scope="session")
-def tiny(records, tmp_path_factory, warm):
+def tiny(records, tmp_path_factory, warm_python):
     """tiny("train.max_steps=2", ranks=2, launcher=["--use_deepspeed"]) -> Run of +experiment=tiny in a folder of its own."""
     home = tmp_path_factory.mktemp("tiny")
 
@@ -64,10 +63,9 @@ def tiny(records, tmp_path_factory, warm):
         fixed += ["data.max_train_samples=null", "train.group_by_length=false", f"hydra.run.dir={folder}"]
         own = {override.split("=")[0] for override in overrides}
         command = [LORA, "+experiment=tiny", *[f for f in fixed if f.split("=")[0] not in own], *overrides]
-        if ranks == 1 and not launcher:
-            return Run(folder, warm(*command, cwd=home, timeout=300))
-        command = [sys.executable, LAUNCHER, "--world_size", str(ranks), *launcher, *command]
-        done = subprocess.run(command, cwd=home, capture_output=True, text=True, timeout=300)
+        if ranks > 1 or launcher:
+            command = [LAUNCHER, "--world_size", str(ranks), *launcher, *command]
+        done = subprocess.run([warm_python, *command], cwd=home, capture_output=True, text=True, timeout=300)
         return Run(folder, done)
 
     return start

@@ -1,6 +1,7 @@
 """A program for the tests: a recipe's training, or one evaluation, and its resident memory at its highest, beyond what was there
-before the model: resident_run.py FOLDER OVERRIDE... Linux: the kernel's high-water mark is reset between."""
+before the model: resident_run.py FOLDER OVERRIDE... Linux, glibc: the kernel's high-water mark is reset between."""
 
+import ctypes
 import gc
 import sys
 from pathlib import Path
@@ -17,7 +18,15 @@ def status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def keep_no_freed_blocks() -> None:
+    """glibc keeps freed blocks of up to 32 MiB for itself otherwise, and how many it keeps is chance."""
+    library, trim_threshold, mmap_threshold = ctypes.CDLL(None), -1, -3
+    library.mallopt(trim_threshold, 0)
+    library.mallopt(mmap_threshold, 65536)
+
+
 def main() -> None:
+    keep_no_freed_blocks()
     folder, *overrides = sys.argv[1:]
     cfg = compose_here(overrides)
     runtime = start(cfg)

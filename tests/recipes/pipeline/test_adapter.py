@@ -119,6 +119,30 @@ def test_adapters_that_do_not_fit_are_refused(adapted, tmp_path):
         adapted(use)
 
 
+def test_an_adapter_knows_its_base_by_its_weights(adapted, tmp_path, capsys):
+    """Not by a name: a folder is moved, and another model of the same shape may lie where the first one was."""
+    own = base()
+    own.name_or_path = own.config._name_or_path = "models/first"
+    save_adapter(randomize(adapted(model=own)), tmp_path / "a")
+    use = f"adapter.path={tmp_path / 'a'}"
+    moved = base().to(torch.bfloat16)
+    moved.name_or_path = "elsewhere/renamed"
+    adapted(use, model=moved)
+    assert capsys.readouterr().err == ""
+    other = base()
+    other.name_or_path = "models/first"
+    with torch.no_grad():
+        other.model.layers[0].self_attn.q_proj.weight.mul_(1.02)
+    adapted(use, model=other)
+    assert capsys.readouterr().err.startswith(
+        f"warning: adapter {tmp_path / 'a'} was trained on other weights than those here"
+    )
+    file = tmp_path / "a" / "adapter_model.safetensors"
+    save_file(load_file(file), file)  # as PEFT writes it: without a mark, so the names decide
+    adapted(use, model=moved)
+    assert "was trained on first, the model here is renamed" in capsys.readouterr().err
+
+
 def test_an_empty_adapter_is_never_written(adapted, tmp_path):
     model = adapted()
     for name, parameter in model.named_parameters():

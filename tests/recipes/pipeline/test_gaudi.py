@@ -185,19 +185,20 @@ def test_memory_keys_are_optimum_habanas(runs):
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory):
+def recipe(tmp_path_factory, warm_python):
     """recipe("runtime=gaudi_lazy", launcher=[...], HABANA_DOUBLE_CARDS="2") -> (log, journals of the ranks, process)."""
 
     def start(*overrides: str, launcher: tuple[str, ...] = (), script: str = "lora.py", **variables: str):
         folder = tmp_path_factory.mktemp("recipe")
-        command = [sys.executable]
+        of_cpu = "runtime=cpu" in overrides
+        command = [warm_python if of_cpu else sys.executable]
         if launcher:
             command += [str(REPOSITORY / "scripts" / "gaudi_spawn.py"), *launcher]
         common = COMMON if script == "lora.py" else COMMON[:1]
         command += [str(REPOSITORY / "recipes" / script), *common, f"hydra.run.dir={folder}/run", *overrides]
         journal = {"HABANA_DOUBLE_JOURNAL": str(folder / "journal")}
         variables = environment(**journal, **variables)
-        variables["PYTHONPATH"] = str(DOUBLES)
+        variables["PYTHONPATH"] = "" if of_cpu else str(DOUBLES)
         done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True)
         log = folder / "run" / "log.jsonl"
         lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []

@@ -4,7 +4,6 @@ import copy
 import itertools
 import json
 import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -414,8 +413,8 @@ print(json.dumps(result))
 
 
 @pytest.mark.slow
-def test_lazy_graphs_are_compiled_in_the_first_batch_only():
-    done = subprocess.run([sys.executable, "-c", LAZY], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+def test_lazy_graphs_are_compiled_in_the_first_batch_only(warm_python):
+    done = subprocess.run([warm_python, "-c", LAZY], cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     batches = json.loads(done.stdout.splitlines()[-1])
     greedy, drawn = batches[:5], batches[5:]

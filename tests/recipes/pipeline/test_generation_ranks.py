@@ -1,9 +1,7 @@
 """Generation on two ranks: the single process's ids in each mode; memory of tensor parallelism."""
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -38,14 +36,12 @@ def llama(folder: Path, scale: float, **shape) -> LlamaForCausalLM:
     return model
 
 
-def run(folder: Path, ranks: int, *modes: str) -> dict:
-    command = [sys.executable, SCRIPT, str(folder), *modes]
+def run(python: str, folder: Path, ranks: int, *modes: str) -> dict:
+    command = [SCRIPT, str(folder), *modes]
     if ranks > 1:
         engine = ["--use_deepspeed"] if "zero3" in modes else []
-        command = [sys.executable, LAUNCHER, "--world_size", str(ranks), *engine, *command[1:]]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
+        command = [LAUNCHER, "--world_size", str(ranks), *engine, *command]
+    done = subprocess.run([python, *command], cwd=folder, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((folder / f"{'_'.join(modes)}.json").read_text())
 
@@ -64,7 +60,7 @@ def expected(model, prompts, tokens, ends):
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(tmp_path_factory, warm_python):
     """(ids by case, results of two ranks by "mode case", peak of one process with the large model)."""
     folder = tmp_path_factory.mktemp("ranks")
     (folder / "nothing.txt").write_text("unused\n")
@@ -112,9 +108,9 @@ def outcomes(tmp_path_factory):
     )  # fmt: skip
     cases["large"] = {"model": "large", "prompts": [[5, 6]], "tokens": 2, "ends": [], "only": "tensor"}
     (folder / "cases.json").write_text(json.dumps(cases))
-    shared = run(folder, 2, "data", "tensor", "zero3")
+    shared = run(warm_python, folder, 2, "data", "tensor", "zero3")
     (folder / "cases.json").write_text(json.dumps({"large": {**cases["large"], "only": "plain"}}))
-    (single,) = run(folder, 1, "plain")["plain large"]["bytes"].values()
+    (single,) = run(warm_python, folder, 1, "plain")["plain large"]["bytes"].values()
     return wanted, shared, single
 
 

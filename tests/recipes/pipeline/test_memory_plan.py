@@ -1,8 +1,6 @@
 """Plans of whole runs against the resident memory of the processes that run them (Linux)."""
 
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,18 +24,14 @@ RUN = [
     "train.max_steps=2", "train.eval_strategy=no", "train.per_device_train_batch_size=2", "train.tensorboard=false",
     *(f"model.config.{name}={size}" for name, size in SHAPE.items()),
 ]  # fmt: skip
-# Freed memory goes back to the system at once, so that what is resident is what is in use
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
 
 pytestmark = pytest.mark.slow
 
 
-def resident(folder: Path, overrides: list[str], launcher: tuple[str, ...] = ()) -> list[int]:
+def resident(python: str, folder: Path, overrides: list[str], launcher: tuple[str, ...] = ()) -> list[int]:
     """Bytes above what was there before the model, of each rank."""
-    command = [sys.executable, *launcher, PROGRAM, str(folder), *overrides]
-    done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=400, env={**os.environ, **ENVIRONMENT}
-    )
+    command = [python, *launcher, PROGRAM, str(folder), *overrides]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     return [int(file.read_text()) for file in sorted(folder.glob("resident-*"))]
 
@@ -56,9 +50,9 @@ EAGER = [*EVALUATION, "runtime.attention=eager", "model.dtype=bfloat16"]
         pytest.param(EAGER, id="evaluation, eager attention, bf16", marks=pytest.mark.benchmark),
     ],
 )
-def test_a_plan_is_a_process_resident_memory(options, tmp_path):
+def test_a_plan_is_a_process_resident_memory(options, tmp_path, warm_python):
     planned = next(iter(plans(compose_here(RUN + options)).values())).eager
-    (seen,) = resident(tmp_path, RUN + options)
+    (seen,) = resident(warm_python, tmp_path, RUN + options)
     assert planned == pytest.approx(seen, abs=max(0.05 * seen, 40 * MIB)), (planned / MIB, seen / MIB)
 
 
@@ -73,10 +67,10 @@ def test_a_plan_is_a_process_resident_memory(options, tmp_path):
         ),
     ],
 )
-def test_a_plan_is_each_ranks_resident_memory_under_zero3(options, tmp_path):
+def test_a_plan_is_each_ranks_resident_memory_under_zero3(options, tmp_path, warm_python):
     run = [*RUN, "train.do_eval=false", "train.per_device_train_batch_size=1", "deepspeed=zero3", *options]
     planned = next(iter(plans(compose_here([*run, "runtime.cards=2"])).values())).eager
-    seen = resident(tmp_path, run, (LAUNCHER, "--world_size", "2", "--use_deepspeed"))
+    seen = resident(warm_python, tmp_path, run, (LAUNCHER, "--world_size", "2", "--use_deepspeed"))
     assert len(seen) == 2
     assert [planned] * 2 == pytest.approx(seen, rel=0.1), (planned / MIB, [size / MIB for size in seen])
     # 5e7 numbers, six layers, lie in the buffer of one collective while the last of them waits for its turn

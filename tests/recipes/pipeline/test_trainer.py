@@ -278,8 +278,8 @@ def test_four_texts_evaluate_to_the_known_loss(batch, side):
     assert (found["eval_targets"], found["eval_samples"]) == (33, 4)
 
 
-def on_two_ranks(*arguments: str):
-    command = [sys.executable, REPOSITORY / "scripts/gaudi_spawn.py", "--world_size", "2"]
+def on_two_ranks(python: str, *arguments: str):
+    command = [python, REPOSITORY / "scripts/gaudi_spawn.py", "--world_size", "2"]
     program = Path(__file__).parent / "evaluate_texts.py"
     done = subprocess.run([*command, program, *arguments], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -297,8 +297,8 @@ def on_two_ranks(*arguments: str):
         ("0", ["deepspeed=zero3"], 1.81065, 1),
     ],
 )
-def test_texts_on_two_ranks(texts, overrides, expected, samples):
-    found = on_two_ranks(*overrides, "--texts", *texts.split())
+def test_texts_on_two_ranks(texts, overrides, expected, samples, warm_python):
+    found = on_two_ranks(warm_python, *overrides, "--texts", *texts.split())
     assert found["eval_loss"] == pytest.approx(expected, abs=2e-5)
     assert (found["eval_samples"], found["backend"]) == (samples, "gloo")
 

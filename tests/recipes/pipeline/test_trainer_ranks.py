@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ CASES = {
 
 
 @pytest.fixture(scope="session")
-def ranks(records, one_for_all):
+def ranks(records, one_for_all, warm_python):
     """(folder of the runs, {case: what each rank found}); started once for all test workers."""
     folder = one_for_all / "trained_on_ranks"
     folder.mkdir(exist_ok=True)
@@ -42,7 +41,7 @@ def ranks(records, one_for_all):
             fixed += [f"data.path={records}", f"data.cache_dir={folder}/cache", "data.max_train_samples=null"]
             listed = {name: [*fixed, *COMMON, *HALF, *more] for name, more in CASES.items()}
             (folder / "cases.json").write_text(json.dumps(listed))
-            command = [sys.executable, LAUNCHER, "--world_size", "2", PROGRAM, folder, folder / "cases.json"]
+            command = [warm_python, LAUNCHER, "--world_size", "2", PROGRAM, folder, folder / "cases.json"]
             done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
             assert done.returncode == 0, done.stderr[-4000:]
             (folder / "done").touch()
