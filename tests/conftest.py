@@ -101,7 +101,35 @@ def smol_file() -> Path:
 
 
 @pytest.fixture(scope="session")
-def smol():
+def one_for_all(tmp_path_factory):
+    """A folder that the test workers of this session share, and no other session."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "one_for_all"
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smol_folder(one_for_all):
+    """SmolLM2-135M-Instruct as transformers de-quantises it, float32, with its tokenizer; once for all test workers."""
+    import torch
+    from filelock import FileLock
+    from transformers import AutoTokenizer
+    from transformers import LlamaForCausalLM as StockLlama
+
+    folder, file = one_for_all / "smollm2", smol_file()
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "done").exists():
+            StockLlama.from_pretrained(file.parent, gguf_file=file.name, torch_dtype=torch.float32).save_pretrained(
+                folder
+            )
+            AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
+            (folder / "done").touch()
+    return folder
+
+
+@pytest.fixture(scope="session")
+def smol(smol_folder):
     """(stock, ours, tokenizer) of SmolLM2-135M-Instruct, float32, sharing their weights."""
     import torch
     from transformers import AutoTokenizer
@@ -109,12 +137,11 @@ def smol():
 
     from modeling.llama import LlamaForCausalLM
 
-    file = smol_file()
-    stock = StockLlama.from_pretrained(file.parent, gguf_file=file.name, torch_dtype=torch.float32).eval()
+    stock = StockLlama.from_pretrained(smol_folder, torch_dtype=torch.float32).eval()
     with torch.device("meta"):
         ours = LlamaForCausalLM(stock.config)
     ours.load_state_dict(stock.state_dict(), assign=True)
     ours.tie_weights()
     ours.generation_config = stock.generation_config
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer = AutoTokenizer.from_pretrained(smol_folder)
     return stock, ours.eval(), tokenizer

