@@ -466,8 +466,8 @@ def refused(capsys, *arguments) -> str:
     assert run(*arguments) == 2
     assert sorted(output.parent.iterdir()) == before
     error = capsys.readouterr().err
-    bars = ("merging:", "Loading checkpoint")
-    lines = [line for line in error.replace("\r", "\n").splitlines() if line.strip() and not line.startswith(bars)]
+    others = ("merging:", "Loading checkpoint", "warning: adapter")
+    lines = [line for line in error.replace("\r", "\n").splitlines() if line.strip() and not line.startswith(others)]
     assert len(lines) == 1 and lines[0].startswith(("error: ", "usage")), error
     return lines[0]
 

@@ -121,16 +121,17 @@ def test_adapters_that_do_not_fit_are_refused(adapted, tmp_path):
 
 def test_an_adapter_knows_its_base_by_its_weights(adapted, tmp_path, capsys):
     """Not by a name: a folder is moved, and another model of the same shape may lie where the first one was."""
-    own = base()
-    own.name_or_path = own.config._name_or_path = "models/first"
-    save_adapter(randomize(adapted(model=own)), tmp_path / "a")
+
+    def named(name):
+        model = base()
+        model.name_or_path = model.config._name_or_path = name
+        return model
+
+    save_adapter(randomize(adapted(model=named("models/first"))), tmp_path / "a")
     use = f"adapter.path={tmp_path / 'a'}"
-    moved = base().to(torch.bfloat16)
-    moved.name_or_path = "elsewhere/renamed"
-    adapted(use, model=moved)
+    adapted(use, model=named("elsewhere/renamed").to(torch.bfloat16))
     assert capsys.readouterr().err == ""
-    other = base()
-    other.name_or_path = "models/first"
+    other = named("models/first")
     with torch.no_grad():
         other.model.layers[0].self_attn.q_proj.weight.mul_(1.02)
     adapted(use, model=other)
@@ -139,7 +140,7 @@ def test_an_adapter_knows_its_base_by_its_weights(adapted, tmp_path, capsys):
     )
     file = tmp_path / "a" / "adapter_model.safetensors"
     save_file(load_file(file), file)  # as PEFT writes it: without a mark, so the names decide
-    adapted(use, model=moved)
+    adapted(use, model=named("elsewhere/renamed"))
     assert "was trained on first, the model here is renamed" in capsys.readouterr().err
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from filelock import FileLock
+from safetensors import safe_open
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PROGRAM = Path(__file__).with_name("train_on_ranks.py")
@@ -84,6 +85,16 @@ def test_a_checkpoint_is_a_tenth_of_the_base_at_most(ranks, case):
     assert 0 < sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()) < 0.1 * base
 
 
+def test_adapters_carry_one_mark_of_their_base_in_each_engine(ranks, alone):
+    """Under ZeRO-3 too, where no rank holds the row that it is made of; and through the loading of a finished adapter."""
+    folders = [ranks[0] / case / "checkpoint-2" for case in ("none", "zero2", "zero3")] + [alone.folder / "adapter"]
+    marks = set()
+    for folder in folders:
+        with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+            marks.add(file.metadata()["base_mark"])
+    assert len(marks) == 1 and len(marks.pop()) == 16
+
+
 def test_one_rank_goes_on_from_a_checkpoint_of_two(ranks, alone, tiny):
     run = tiny(*COMMON, f"train.resume_from_checkpoint={ranks[0] / 'none' / 'checkpoint-2'}")
     assert run.returncode == 0, run.stderr
@@ -104,5 +115,6 @@ def test_deepspeeds_checkpoint_of_two_ranks_is_refused_with_both_numbers_and_a_w
 def test_the_way_out_starts_from_the_saved_weights(ranks, alone, tiny):
     run = tiny(*COMMON, "train.max_steps=1", f"adapter.path={ranks[0] / 'zero3' / 'checkpoint-2'}")
     assert run.returncode == 0, run.stderr
+    assert "warning: adapter" not in run.stderr
     (saved,) = (line["eval_loss"] for line in alone.log if "eval_loss" in line and line["step"] == 2)
     assert run.results["eval_loss_before"] == pytest.approx(saved, rel=1e-5)
