@@ -341,11 +341,17 @@ def test_a_run_with_nan_is_no_baseline(run, own_baselines):
 
 
 @pytest.mark.slow
-def test_this_commit_is_the_recorded_smoke_run(tmp_path, run_recipe, capsys):
+def test_this_commit_is_the_recorded_smoke_run(tmp_path, run_recipe, capsys, one_for_all):
     """SmolLM2 trained and evaluated by this commit, against the figures in conf/baseline/smoke_short.yaml, step by step."""
     words = shlex.split(read("smoke_short").command)
     assert words[:2] == ["python", "recipes/lora.py"] and "+experiment=smoke" in words
-    done = run_recipe(*words[2:], f"hydra.run.dir={tmp_path / 'run'}", "samples=0", "memory_curve=false")
+    done = run_recipe(
+        *words[2:],
+        f"hydra.run.dir={tmp_path / 'run'}",
+        "samples=0",
+        "memory_curve=false",
+        f"model.cache_dir={one_for_all}/models",
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert main([str(tmp_path / "run"), "--baseline", "smoke_short"]) == 0
     out = capsys.readouterr().out
