@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 LORA = str(REPOSITORY / "recipes" / "lora.py")
@@ -23,6 +24,14 @@ def records(tmp_path_factory):
     ]  # fmt: skip
     path.write_text(json.dumps(rows))
     return path
+
+
+@pytest.fixture(scope="session")
+def smol_tokenizer(smol_folder):
+    """SmolLM2's, as a run takes it: its chat template's end token ends a response and pads."""
+    tokenizer = AutoTokenizer.from_pretrained(smol_folder)
+    tokenizer.add_bos_token, tokenizer.eos_token, tokenizer.pad_token = False, "<|im_end|>", "<|im_end|>"
+    return tokenizer
 
 
 class Run:

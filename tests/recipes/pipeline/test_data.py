@@ -9,7 +9,7 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from recipes.pipeline import batches, data, prompts
 from recipes.pipeline.config import (
@@ -32,13 +32,6 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def smol(smol_folder):
-    tokenizer = AutoTokenizer.from_pretrained(smol_folder)
-    tokenizer.add_bos_token, tokenizer.eos_token, tokenizer.pad_token = False, "<|im_end|>", "<|im_end|>"
-    return tokenizer
-
-
 def numbered(count):
     """Records that differ, of 1 to 40 words of output."""
     return [
@@ -52,7 +45,7 @@ def numbered(count):
 
 
 @pytest.fixture
-def build(tmp_path, smol):
+def build(tmp_path, smol_tokenizer):
     """build(records or a file's path, option=value ...) -> Data; train options as train_NAME."""
 
     def make(content, tokenizer=None, rank0_first=None, **options):
@@ -66,7 +59,7 @@ def build(tmp_path, smol):
             group, key = (cfg.train, name.removeprefix("train_")) if name.startswith("train_") else (cfg.data, name)
             assert hasattr(group, key)
             setattr(group, key, value)
-        return data.build_data(cfg, tokenizer or smol, *([rank0_first] if rank0_first else []))
+        return data.build_data(cfg, tokenizer or smol_tokenizer, *([rank0_first] if rank0_first else []))
 
     return make
 
@@ -78,7 +71,7 @@ def rows(dataset):
 # labels
 
 
-def test_only_the_response_and_its_eos_are_targets(build, smol):
+def test_only_the_response_and_its_eos_are_targets(build, smol_tokenizer):
     made = build([COLOR], train_do_eval=False, validation_split_percentage=0)
     (row,) = rows(made.train)
     assert row["labels"] == [-100] * 34 + [23390, 2]
@@ -95,11 +88,11 @@ def test_loss_on_all_has_every_token_but_the_first_as_target(build):
     assert made.counts["train"]["targets"] == 35
 
 
-def test_an_eos_that_is_the_pad_token_stays_a_target_in_a_padded_batch(build, smol):
+def test_an_eos_that_is_the_pad_token_stays_a_target_in_a_padded_batch(build, smol_tokenizer):
     made = build(
         [COLOR, {**COLOR, "output": "Blue, or a very dark red."}], train_do_eval=False, validation_split_percentage=0
     )
-    assert smol.pad_token_id == smol.eos_token_id == 2
+    assert smol_tokenizer.pad_token_id == smol_tokenizer.eos_token_id == 2
     for side in ("left", "right"):
         collator = batches.Collator(2, 8, side, 512)
         batch = collator(rows(made.train))
@@ -119,14 +112,14 @@ def test_an_eos_that_is_the_pad_token_stays_a_target_in_a_padded_batch(build, sm
             assert (labels.numpy()[rest] == -100).all()
 
 
-def test_bos_is_in_training_and_inference_or_in_neither(build, smol):
+def test_bos_is_in_training_and_inference_or_in_neither(build, smol_tokenizer):
     without = build([COLOR], train_do_eval=False, validation_split_percentage=0)
-    smol.add_bos_token = True
+    smol_tokenizer.add_bos_token = True
     try:
         with_bos = build([COLOR], train_do_eval=False, validation_split_percentage=0)
-        prompt = prompts.encode_prompt(COLOR, LoraRecipe().data, smol)
+        prompt = prompts.encode_prompt(COLOR, LoraRecipe().data, smol_tokenizer)
     finally:
-        smol.add_bos_token = False
+        smol_tokenizer.add_bos_token = False
     assert with_bos.train[0]["input_ids"] == [1, *without.train[0]["input_ids"]]
     assert with_bos.train[0]["input_ids"][:35] == prompt
     assert with_bos.train[0]["labels"] == [-100] * 35 + [23390, 2]
@@ -135,22 +128,22 @@ def test_bos_is_in_training_and_inference_or_in_neither(build, smol):
 # truncation and dropping
 
 
-def test_truncation_cuts_the_response_and_its_eos_never_the_prompt(build, smol):
+def test_truncation_cuts_the_response_and_its_eos_never_the_prompt(build, smol_tokenizer):
     record = {**COLOR, "output": "one two three four five six seven eight"}
     made = build([record], train_do_eval=False, validation_split_percentage=0, max_seq_length=37)
     (row,) = rows(made.train)
-    assert row["input_ids"][:34] == prompts.encode_prompt(COLOR, LoraRecipe().data, smol)
-    assert smol.decode([i for i in row["labels"] if i != -100]) == "one two three"
+    assert row["input_ids"][:34] == prompts.encode_prompt(COLOR, LoraRecipe().data, smol_tokenizer)
+    assert smol_tokenizer.decode([i for i in row["labels"] if i != -100]) == "one two three"
     assert made.counts["train"]["truncated"] == 1
-    assert "1 responses cut at 37 tokens" in data.describe(made, smol)
+    assert "1 responses cut at 37 tokens" in data.describe(made, smol_tokenizer)
 
 
-def test_a_record_without_room_for_a_target_is_dropped_and_counted(build, smol):
+def test_a_record_without_room_for_a_target_is_dropped_and_counted(build, smol_tokenizer):
     long = {"instruction": "word " * 300, "output": "Blue"}
     made = build([COLOR, long, COLOR], train_do_eval=False, validation_split_percentage=0, max_seq_length=64)
     assert made.counts["train"]["dropped"] == {"prompt alone fills 64 tokens": 1}
     assert [made.counts["train"][k] for k in ("records", "kept", "rows", "targets")] == [3, 2, 2, 4]
-    assert "1 of 3 records dropped (prompt alone fills 64 tokens)" in data.describe(made, smol)
+    assert "1 of 3 records dropped (prompt alone fills 64 tokens)" in data.describe(made, smol_tokenizer)
 
 
 def test_no_record_left_is_an_error_that_names_the_file(build):
@@ -242,7 +235,7 @@ def test_sample_limits_count_records(build):
 # joining and packing
 
 
-def test_concatenation_joins_everything_and_drops_the_rest(build, smol):
+def test_concatenation_joins_everything_and_drops_the_rest(build, smol_tokenizer):
     content = numbered(30)
     options = {"loss_on": LossOn.all, "holdout": Holdout.first, "batching": Batching.concatenated}
     made = build(content, template=Template.alpaca_joined, max_seq_length=128, **options)
@@ -250,7 +243,7 @@ def test_concatenation_joins_everything_and_drops_the_rest(build, smol):
     joined = []
     for record in content[3:]:
         text = heads[bool(record["input"])].format(**record).rstrip("\n") + record["output"]
-        joined += [*smol(text, add_special_tokens=False).input_ids, 2]
+        joined += [*smol_tokenizer(text, add_special_tokens=False).input_ids, 2]
     blocks = len(joined) // 128
     assert blocks > 10
     assert [list(ids) for ids in made.train["input_ids"]] == [joined[128 * n : 128 * (n + 1)] for n in range(blocks)]
@@ -377,8 +370,8 @@ def test_padding_share_follows_the_trainers_grouping(build):
 # what is shown
 
 
-def test_describe_marks_the_trained_tokens_and_says_the_setting(build, smol):
-    text = data.describe(build([COLOR] * 3 + numbered(10), show_samples=1), smol)
+def test_describe_marks_the_trained_tokens_and_says_the_setting(build, smol_tokenizer):
+    text = data.describe(build([COLOR] * 3 + numbered(10), show_samples=1), smol_tokenizer)
     assert "loss on response tokens, padded, up to 512 tokens a row" in text
     assert text.count("sample ") == 1
     assert "### Response:\n  | ⟦Blue<|im_end|>⟧" in text
@@ -398,7 +391,7 @@ def test_another_template_makes_other_rows_in_the_same_cache(build, monkeypatch)
     assert before.fingerprint["template"] != after.fingerprint["template"]
 
 
-def test_every_setting_of_the_rows_has_an_entry_of_its_own(build, smol, tmp_path):
+def test_every_setting_of_the_rows_has_an_entry_of_its_own(build, smol_tokenizer, tmp_path):
     content = numbered(20)
     variants = [
         {},
@@ -418,18 +411,18 @@ def test_every_setting_of_the_rows_has_an_entry_of_its_own(build, smol, tmp_path
     assert again.fingerprint == made[0].fingerprint
 
 
-def test_a_changed_file_and_a_changed_tokenizer_are_not_taken_from_the_cache(build, smol, tmp_path):
+def test_a_changed_file_and_a_changed_tokenizer_are_not_taken_from_the_cache(build, smol_tokenizer, tmp_path):
     path = tmp_path / "own.json"
     path.write_text(json.dumps(numbered(20)))
     before = build(path)
     path.write_text(json.dumps(numbered(20)).replace("word", "term"))
     assert list(build(path).train["input_ids"]) != list(before.train["input_ids"])
-    eos = smol.eos_token
-    smol.eos_token = "<|endoftext|>"
+    eos = smol_tokenizer.eos_token
+    smol_tokenizer.eos_token = "<|endoftext|>"
     try:
         assert all(row["input_ids"][-1] == 0 for row in build(path).train)
     finally:
-        smol.eos_token = eos
+        smol_tokenizer.eos_token = eos
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "no meta", "meta"])
@@ -512,11 +505,11 @@ def sample(tokenizer, text):
 @pytest.mark.slow
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("size", [1, 3, 4])
-def test_a_batch_changes_no_loss(smol, reference, side, size):
+def test_a_batch_changes_no_loss(smol_tokenizer, reference, side, size):
     """33 targets, 2.85270 nats each, whatever the batch and the side of its padding."""
     import torch
 
-    made = batches.plain([sample(smol, text) for text in TEXTS])
+    made = batches.plain([sample(smol_tokenizer, text) for text in TEXTS])
     nats = targets = 0
     for start in range(0, 4, size):
         batch = batches.Collator(2, 8, side, 512)(made[start : start + size])
@@ -529,11 +522,11 @@ def test_a_batch_changes_no_loss(smol, reference, side, size):
 
 
 @pytest.mark.slow
-def test_packed_texts_do_not_see_each_other(smol, reference):
+def test_packed_texts_do_not_see_each_other(smol_tokenizer, reference):
     """transformers' own Llama separates sequences by restarting positions when it is given no mask."""
     import torch
 
-    (row,) = batches.packed([sample(smol, TEXTS[0]), sample(smol, TEXTS[2])], 64)
+    (row,) = batches.packed([sample(smol_tokenizer, TEXTS[0]), sample(smol_tokenizer, TEXTS[2])], 64)
     batch = batches.Collator(2, 1, "right", 64)([row])
     del batch["attention_mask"]
     with torch.no_grad():

@@ -5,7 +5,7 @@ import json
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, LlamaTokenizerFast, PreTrainedTokenizerFast
+from transformers import LlamaTokenizerFast, PreTrainedTokenizerFast
 
 from recipes.pipeline import prompts
 from recipes.pipeline.config import DataConfig, InputError, LossOn, Template
@@ -24,13 +24,6 @@ ODD_OUTPUTS = [
     "def f(x):\n\treturn {x: 1}  # two  spaces",
     "1,234.5 % , then . and n't",
 ]
-
-
-@pytest.fixture(scope="session")
-def smol(smol_folder):
-    tokenizer = AutoTokenizer.from_pretrained(smol_folder)
-    tokenizer.add_bos_token, tokenizer.eos_token, tokenizer.pad_token = False, "<|im_end|>", "<|im_end|>"
-    return tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -75,40 +68,43 @@ def decoded(tokenizer, ids):
     return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
 
-def test_the_alpaca_prompt_has_its_known_ids(smol):
-    encoded = prompts.encode([COLOR], DataConfig(), smol)[0]
+def test_the_alpaca_prompt_has_its_known_ids(smol_tokenizer):
+    encoded = prompts.encode([COLOR], DataConfig(), smol_tokenizer)[0]
     assert len(encoded.prompt) == 34
     assert encoded.response == [23390, 2]
     text = (
         "Below is an instruction that describes a task. Write a response that appropriately completes the request."
         "\n\n### Instruction:\nName a color.\n\n### Response:\n"
     )
-    assert encoded.prompt == literal(smol, text)
+    assert encoded.prompt == literal(smol_tokenizer, text)
 
 
-def test_a_record_with_input_uses_the_other_wording(smol):
+def test_a_record_with_input_uses_the_other_wording(smol_tokenizer):
     record = {"instruction": "Add.", "input": "2, 3", "output": "5"}
-    assert decoded(smol, prompts.encode_prompt(record, DataConfig(), smol)) == (
+    assert decoded(smol_tokenizer, prompts.encode_prompt(record, DataConfig(), smol_tokenizer)) == (
         "Below is an instruction that describes a task, paired with an input that provides further context. "
         "Write a response that appropriately completes the request.\n\n### Instruction:\nAdd.\n\n### Input:\n2, 3\n\n### Response:\n"
     )
 
 
-def test_a_missing_input_is_an_empty_one(smol):
-    with_empty, without = prompts.encode([{**COLOR, "input": ""}, COLOR], DataConfig(), smol)
+def test_a_missing_input_is_an_empty_one(smol_tokenizer):
+    with_empty, without = prompts.encode([{**COLOR, "input": ""}, COLOR], DataConfig(), smol_tokenizer)
     assert with_empty == without
 
 
 @pytest.mark.parametrize("template", ["alpaca", "llama2_chat", "tokenizer"])
-def test_the_inference_prompt_is_the_start_of_the_training_sample(smol, template):
+def test_the_inference_prompt_is_the_start_of_the_training_sample(smol_tokenizer, template):
     data = DataConfig(template=Template[template])
     for output in ODD_OUTPUTS:
         record = {**COLOR, "output": output}
-        assert prompts.encode_prompt(COLOR, data, smol) == prompts.encode([record], data, smol)[0].prompt
+        assert (
+            prompts.encode_prompt(COLOR, data, smol_tokenizer)
+            == prompts.encode([record], data, smol_tokenizer)[0].prompt
+        )
 
 
 @pytest.mark.parametrize("bos", [False, True])
-@pytest.mark.parametrize("family", ["smol", "sentencepiece", "llama3"])
+@pytest.mark.parametrize("family", ["smol_tokenizer", "sentencepiece", "llama3"])
 def test_the_response_decodes_to_its_text_and_one_end(family, bos, request):
     """240 records: each instruction and input with each output; the prompt carries BOS once or never."""
     tokenizer = request.getfixturevalue(family)
@@ -181,30 +177,30 @@ def test_text_that_looks_like_a_special_token_stays_text(llama3):
     assert encoded.response[-1] == eot
 
 
-def test_the_tokenizers_own_template_is_what_transformers_writes(smol):
+def test_the_tokenizers_own_template_is_what_transformers_writes(smol_tokenizer):
     data = DataConfig(template=Template.tokenizer)
     turns = [{"role": "user", "content": "Name a color."}]
-    encoded = prompts.encode([COLOR], data, smol)[0]
-    assert encoded.prompt == smol.apply_chat_template(turns, add_generation_prompt=True)
-    whole = smol.apply_chat_template([*turns, {"role": "assistant", "content": "Blue"}])
+    encoded = prompts.encode([COLOR], data, smol_tokenizer)[0]
+    assert encoded.prompt == smol_tokenizer.apply_chat_template(turns, add_generation_prompt=True)
+    whole = smol_tokenizer.apply_chat_template([*turns, {"role": "assistant", "content": "Blue"}])
     assert encoded.prompt + encoded.response == whole[:-1]  # the line break behind <|im_end|> is never generated
-    assert prompts.stop_ids(data, smol) == [2]
+    assert prompts.stop_ids(data, smol_tokenizer) == [2]
 
 
-def test_bos_that_the_own_template_writes_is_not_doubled(smol):
+def test_bos_that_the_own_template_writes_is_not_doubled(smol_tokenizer):
     data = DataConfig(template=Template.tokenizer)
-    assert smol.bos_token == "<|im_start|>"
-    without = prompts.encode_prompt(COLOR, data, smol)
-    smol.add_bos_token = True
+    assert smol_tokenizer.bos_token == "<|im_start|>"
+    without = prompts.encode_prompt(COLOR, data, smol_tokenizer)
+    smol_tokenizer.add_bos_token = True
     try:
-        assert smol("Hello").input_ids == [1, 19556]
-        assert prompts.encode_prompt(COLOR, data, smol) == without
+        assert smol_tokenizer("Hello").input_ids == [1, 19556]
+        assert prompts.encode_prompt(COLOR, data, smol_tokenizer) == without
         assert without[0] == 1
-        alpaca = prompts.encode_prompt(COLOR, DataConfig(), smol)
+        alpaca = prompts.encode_prompt(COLOR, DataConfig(), smol_tokenizer)
         assert len(alpaca) == 35
         assert alpaca.count(1) == 1
     finally:
-        smol.add_bos_token = False
+        smol_tokenizer.add_bos_token = False
 
 
 def test_alpaca_joined_is_one_text(sentencepiece):
