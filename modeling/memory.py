@@ -84,6 +84,7 @@ class Setting:
     pipelined: bool = False  # a lazy graph ends between forward and backward
     lag: int = 8  # graphs that a device may be behind its host, in the high figure
     delay: int = 2  # ops until freed memory inside a graph is used again, in the high figure: two engines overlap
+    softmax: str = ""  # attention's, in words
 
 
 @dataclass(frozen=True)
@@ -385,6 +386,8 @@ def _assumptions(workload: Workload, setting: Setting, layers: int, traced: list
         said = {}
     if workload.generating:
         said["KV length"] = f"{workload.keys:,} tokens a row"
+    if setting.softmax:
+        said["softmax"] = setting.softmax
     if len(traced) > 1:
         said["layers"] = f"{traced[0]} and {traced[1]} traced, {layers} by straight line"
     if setting.device == "cuda":

@@ -130,6 +130,8 @@ class RuntimeConfig:
     pipelining_fwd_bwd: bool = False  # HPU lazy only: a graph break between forward and backward
     use_hpu_graphs_for_inference: bool = False  # HPU lazy only
     environment: dict[str, str] = field(default_factory=dict)  # set before the device's software is imported
+    plan_lag: int = 8  # memory plan of a lazy run, high figure: graphs that the device may be behind its host
+    plan_delay: int = 2  # the same: ops until freed memory inside a graph is used again
 
 
 @dataclass
@@ -336,6 +338,9 @@ def _check_runtime(runtime: RuntimeConfig) -> None:
         )
     if runtime.cards is not None and runtime.cards < 1:
         raise InputError(f"runtime.cards={runtime.cards}: takes 1 or more, or null for any")
+    for name in ("plan_lag", "plan_delay"):
+        if getattr(runtime, name) < 0:
+            raise InputError(f"runtime.{name}={getattr(runtime, name)}: takes 0 or more")
     for name in ("pipelining_fwd_bwd", "use_hpu_graphs_for_inference"):
         if getattr(runtime, name) and lazy_off:
             raise InputError(f"runtime.{name}=true exists in lazy mode only; set runtime.lazy=true or leave it out")

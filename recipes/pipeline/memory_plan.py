@@ -16,6 +16,7 @@ from recipes.pipeline.config import (
     Implementation,
     InputError,
     LoraRecipe,
+    RuntimeConfig,
 )
 from recipes.pipeline.preflight import shape_of
 from recipes.pipeline.runtime import GIB, Runtime, cards, environment, hpu_cards, hpu_installed, lazy_mode
@@ -98,6 +99,7 @@ def request(cfg: LoraRecipe) -> Request:
         offload_optimizer=offloaded(zero, "offload_optimizer"), offload_weights=offloaded(zero, "offload_param"),
         pipelined=cfg.runtime.pipelining_fwd_bwd, compound=int(size) if size else None,
         lazy_collectives=variables.get("PT_HPU_ENABLE_LAZY_COLLECTIVES") == "true",
+        lag=cfg.runtime.plan_lag, delay=cfg.runtime.plan_delay, softmax=_softmax(cfg.runtime),
     )  # fmt: skip
     workloads = _generation(cfg, graphs) if generating else _training(cfg, kind, graphs)
     longest = max(max(workload.length, workload.keys) for workload in workloads.values())
@@ -107,6 +109,12 @@ def request(cfg: LoraRecipe) -> Request:
             f"{named} {longest}, above the model's max_position_embeddings {config.max_position_embeddings}"
         )
     return Request(_builder(cfg, runtime), workloads, setting, config.num_hidden_layers, _fuse(cfg, graphs))
+
+
+def _softmax(runtime: RuntimeConfig) -> str:
+    if runtime.attention is not Attention.eager:
+        return "inside attention's kernel"
+    return f"eager attention's, in {'bfloat16' if runtime.attn_softmax_bf16 else 'float32'}"
 
 
 def device_kind(cfg: LoraRecipe) -> str:

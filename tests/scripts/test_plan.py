@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from recipes.pipeline.memory_plan import capacity
+from recipes.pipeline.config import InputError
+from recipes.pipeline.memory_plan import capacity, main_plan
 from scripts.measured_memory import figures, rows, table
 from scripts.plan import main
 
@@ -150,3 +151,25 @@ def test_bad_input_is_one_line_and_exit_2(arguments, said, capsys):
         main([*arguments, *(["--quick"] if "--card" not in arguments else [])])
     err = capsys.readouterr().err
     assert status.value.code == 2 and said in err and len(err.strip().splitlines()) == 1
+
+
+def test_what_is_assumed_can_be_set_and_is_said(printed):
+    out = printed("+experiment=70b_generate", "--quick", "runtime.plan_lag=3", "runtime.plan_delay=5")
+    assert "softmax: inside attention's kernel" in out
+    assert "high: 5 ops after the last use" in out and "3 graphs later at the most" in out
+    out = printed("+experiment=70b_generate", "--quick", "runtime.attention=eager", "runtime.attn_softmax_bf16=true")
+    assert "softmax: eager attention's, in bfloat16" in out
+    assert "softmax: eager attention's, in float32" in printed("+experiment=tiny", "--quick", "runtime.attention=eager")
+
+
+def test_memory_that_comes_back_later_raises_the_high_figure_only(compose):
+    """The more graphs a device may be behind, and the more ops until memory is used again, the more can be alive."""
+    run = ["+experiment=tiny", "runtime=gaudi_lazy", "train.do_train=false"]
+    at_once, usual, late = (
+        main_plan(compose(*run, f"runtime.plan_lag={lag}", f"runtime.plan_delay={delay}"))
+        for lag, delay in ((0, 0), (8, 2), (16, 4))
+    )
+    assert at_once.high == at_once.nominal < usual.high < late.high
+    assert len({(made.low, made.nominal) for made in (at_once, usual, late)}) == 1
+    with pytest.raises(InputError, match=r"runtime\.plan_lag=-1: takes 0 or more"):
+        compose(*run, "runtime.plan_lag=-1")
