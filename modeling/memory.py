@@ -401,7 +401,9 @@ def _assumptions(workload: Workload, setting: Setting, layers: int, traced: list
         if workload.kind == "training":
             said["kernel scratch"] = "attention's backward without recompute: two more matrices of weights (B, N, S, T)"
     if setting.device == "cpu":
-        said["kernel scratch"] = "what torch's CPU kernels were seen to take"
+        said["kernel scratch"] = (
+            "what torch's CPU kernels were seen to take; not what products in bfloat16 pack on CPUs with AMX"
+        )
     if setting.shared > 1:
         said["vocabulary"] = f"embedding and head cut over {setting.shared} ranks"
     if setting.zero_stage == 3:

@@ -28,6 +28,15 @@ def test_it_equals_the_allocator():
     assert live.live <= 64
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_product_packs_can_be_left_out(dtype):
+    x, weight = torch.ones(384, 256, dtype=dtype), torch.ones(256, 2048, dtype=dtype)
+    result = 384 * 2048 * dtype.itemsize
+    assert allocator_peak(lambda: x @ weight, packed=False) == result
+    assert allocator_peak(lambda: torch.mm(x, weight).mul(2).sum(), packed=False) == pytest.approx(2 * result, rel=1e-4)
+    assert result <= allocator_peak(lambda: x @ weight) <= result + 1.1 * weight.nbytes  # by the CPU's kernels
+
+
 def test_it_equals_the_allocator_in_a_training_step(pair):
     _, ours = pair(hidden_size=128, intermediate_size=1024, vocab_size=512)
     ids = torch.randint(0, 512, (8, 128))
