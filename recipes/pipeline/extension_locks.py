@@ -13,7 +13,7 @@ LONGEST_BUILD = 15 * 60  # seconds; another host may build in the same home fold
 
 
 def folder() -> Path:
-    """Where torch builds extensions, such as DeepSpeed's collectives in shared memory."""
+    """Where torch builds extensions, such as DeepSpeed's optimizers."""
     if named := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(named)
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -337,6 +337,9 @@ def _join(cfg: LoraRecipe, runtime: Runtime) -> None:
         extension_locks.clear()
         import deepspeed
 
+        if runtime.kind == "cpu":
+            # Only DeepSpeed's own injected layers call it, and it is compiled with g++ in each new environment
+            deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed(runtime.backend, auto_mpi_discovery=False, verbose=False)
     else:
         import torch.distributed as dist

@@ -109,7 +109,8 @@ def test_two_launched_ranks_equal_one(tiny, batch_of_four, stage, launcher):
 
 
 @pytest.mark.distributed
-def test_zero3_in_bfloat16_with_checkpointing_resumes_and_keeps_the_base(tiny):
+def test_zero3_in_bfloat16_with_checkpointing_resumes_and_keeps_the_base(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "extensions"))
     options = [
         "deepspeed=zero3",
         "model.dtype=bfloat16",
@@ -128,6 +129,7 @@ def test_zero3_in_bfloat16_with_checkpointing_resumes_and_keeps_the_base(tiny):
     adapter_is_whole(folder / "adapter")
     other = tiny("deepspeed=zero2", f"train.resume_from_checkpoint={whole.folder / 'checkpoint-3'}", launcher=DEEPSPEED)
     assert other.returncode == 2 and "zero_stage 3, this run has 2" in other.stderr
+    assert not (tmp_path / "extensions").exists()  # nothing was compiled
 
 
 def test_a_resumed_run_goes_on_exactly(tiny, plain):
