@@ -10,10 +10,9 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from modeling.llama import LlamaForCausalLM as OurLlama
-from recipes.pipeline.config import GenerateConfig, InputError
+from recipes.pipeline.config import GenerateConfig
 from recipes.pipeline.generation import Generator, Request
 from recipes.pipeline.runtime import Runtime
-from recipes.pipeline.tensor_parallel import Shares, narrowed
 from recipes.pipeline.tokenizer import bytes_tokenizer
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -130,25 +129,3 @@ def test_tensor_parallel_halves_a_ranks_host_memory(outcomes):
     assert single > 6 * (4 * 1024**2 - 2**20 + 3 * 4 * 1024**2) * 4  # the weights are in it
     for rank, peak in shared["tensor large"]["bytes"].items():
         assert peak <= 0.65 * single, (rank, peak, single)
-
-
-@pytest.mark.parametrize(
-    ("ranks", "said"), [(3, "num_attention_heads 4"), (4, "num_key_value_heads 2"), (8, "num_attention_heads 4")]
-)
-def test_ranks_that_do_not_divide_the_model(ranks, said):
-    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
-    with pytest.raises(InputError, match=f"generate.tensor_parallel={ranks} does not divide the model's {said}"):
-        narrowed(config, ranks)
-
-
-def test_shares_of_an_adapter_and_of_what_cannot_be_shared():
-    second = Shares(1, 2)
-    whole = torch.arange(24.0).view(4, 6)
-    assert torch.equal(second.part("a.q_proj.lora_B.weight", whole), whole[2:])
-    assert torch.equal(second.part("a.q_proj.lora_A.weight", whole), whole)
-    assert torch.equal(second.part("a.down_proj.lora_A.default.weight", whole), whole[:, 3:])
-    assert torch.equal(second.part("a.o_proj.bias", whole[0]), torch.zeros(6))
-    with pytest.raises(InputError, match="vocabulary's tables"):
-        second.part("a.lm_head.lora_A.weight", whole)
-    with pytest.raises(InputError, match="DoRA"):
-        second.part("a.q_proj.lora_magnitude_vector.weight", whole)
