@@ -154,7 +154,7 @@ class FusedDecoder:
         if x.device.type != "cpu" or x.dtype is not torch.float32 or height % 2:
             return F.linear(x, self.head)
         if rows == 1:
-            return torch.bmm(self.head.view(2, height // 2, -1), x.t().expand(2, -1, 1)).view(1, height)
+            return torch.bmm(x.expand(2, 1, -1), self.head.view(2, height // 2, -1).transpose(1, 2)).view(1, height)
         out = x.new_empty(rows, height)
         for start in range(0, height, HEAD_BLOCK):
             block = slice(start, start + HEAD_BLOCK)
