@@ -25,6 +25,7 @@ from modeling.execution import Execution
 from modeling.llama import LlamaForCausalLM, LlamaHead
 
 HEAD_BLOCK = 1024  # rows of the head in one product
+FEW_ROWS = 64  # up to here one product is shared out badly among a CPU's threads
 
 
 class LowRank(NamedTuple):
@@ -65,7 +66,7 @@ class Product:
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         """x (T, inputs) -> (T, outputs), added to `residual` in its memory if there is one."""
-        if self.parts is not None:
+        if self.parts is not None and len(x) <= FEW_ROWS:
             out = self._in_parts(x, residual)
         else:
             out = torch.mm(x, self.weight) if residual is None else residual.addmm_(x, self.weight)
@@ -76,7 +77,11 @@ class Product:
         shared = x.expand(count, *x.shape)
         if residual is None:
             return torch.bmm(shared, self.parts).transpose(0, 1).reshape(rows, -1)
-        residual.view(rows, count, -1).transpose(0, 1).baddbmm_(shared, self.parts)
+        parts = residual.view(rows, count, -1).transpose(0, 1)
+        if rows == 1:
+            parts.baddbmm_(shared, self.parts)
+        else:  # whose parts are no whole memory of their own, which the fused op copies
+            parts.add_(torch.bmm(shared, self.parts))
         return residual
 
 

@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 from tqdm import tqdm
 from transformers import LlamaForCausalLM as StockLlama
 from transformers import LogitsProcessor, PreTrainedTokenizerBase
@@ -208,27 +210,29 @@ def steps_by_kind(
     for run in sides:
         _generators.clear()
         run(PROFILED + 1)
-        whole = run(PROFILED + 1).decode
-        ops = []
-        for tokens in (PROFILED + 1, 1):  # the second is the prefill alone
-            _generators.clear()
-            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-                run(tokens)
-            ops.append(by_kind(profile))
-        step = {kind: (ops[0][kind] - ops[1][kind]) / PROFILED / 1000 for kind in ops[0]}
+        whole = statistics.median(run(PROFILED + 1).decode for _ in range(3))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            run(PROFILED + 1)
+        step = {kind: spent / PROFILED / 1000 for kind, spent in by_kind(behind_prefill(profile.events())).items()}
         found.append(step | {"host (Python, dispatch)": max(0.0, 1000 * whole / PROFILED - sum(step.values()))})
     _generators.clear()
     return found
 
 
-def by_kind(profile: torch.profiler.profile) -> dict[str, float]:
-    """Microseconds inside torch's ops, each one's own."""
+def behind_prefill(events: Iterable[FunctionEvent]) -> list[FunctionEvent]:
+    """torch's ops from the second forward on: each begins with the embedding."""
+    ops = [event for event in events if event.name.startswith("aten::")]
+    starts = sorted(event.time_range.start for event in ops if event.name == "aten::embedding")
+    return [event for event in ops if event.time_range.start >= starts[1]]
+
+
+def by_kind(events: Iterable[FunctionEvent]) -> dict[str, float]:
+    """Microseconds inside ops, each one's own."""
     sums = dict.fromkeys([*KINDS, "element-wise"], 0.0)
-    for event in profile.key_averages():
-        name = event.key.removeprefix("aten::")
-        kind = next((k for k, names in KINDS.items() if name.lstrip("_").startswith(names)), "element-wise")
-        if event.key.startswith("aten::"):
-            sums[kind] += event.self_cpu_time_total
+    for event in events:
+        name = event.name.removeprefix("aten::").lstrip("_")
+        kind = next((k for k, names in KINDS.items() if name.startswith(names)), "element-wise")
+        sums[kind] += event.self_cpu_time_total
     return sums
 
 
