@@ -117,6 +117,8 @@ def _run(name: str, function: Callable[[Any], None]) -> None:
         hydra.main(version_base="1.3", config_path=str(REPOSITORY / "conf"), config_name=name)(task)()
     except HydraException:
         raise
+    except BrokenPipeError:  # `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:  # the task's own are wrapped above: this one is Hydra's, making the run folder
         raise InputError(
             f"hydra.run.dir: cannot make {error.filename}: {error.strerror}; choose another folder"
@@ -130,6 +132,13 @@ def _register(name: str) -> None:
     stamp = _run_stamp()
     OmegaConf.register_new_resolver("run_stamp", lambda: stamp, replace=True)
     OmegaConf.register_new_resolver("repository", lambda path: str(REPOSITORY / path), replace=True)
+    OmegaConf.register_new_resolver("option_help", _help, replace=True)
+
+
+def _help(name: str, *, _root_: DictConfig) -> str:
+    from recipes.pipeline.options import option_help
+
+    return option_help(name, _root_).replace("$", "$$")  # Hydra fills its own words in
 
 
 def resolve(cfg: DictConfig, schema: type) -> Any:
@@ -269,5 +278,5 @@ def _options(wrong: str, options: list[str], full: str | None = None) -> str:
     near = difflib.get_close_matches(full or wrong, options, n=3, cutoff=0.6)
     if near:
         return f"; did you mean {' or '.join(near)}?"
-    shown = ", ".join(options[:16]) + (", ... (recipes/pipeline/config.py lists all)" if len(options) > 16 else "")
+    shown = ", ".join(options[:16]) + (", ... (--help lists all)" if len(options) > 16 else "")
     return f"; there is {shown}"

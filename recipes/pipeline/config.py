@@ -57,9 +57,9 @@ class ModelConfig:
 
 @dataclass
 class ColumnsConfig:
-    instruction: str = "instruction"
+    instruction: str = "instruction"  # the column (key) that holds it
     input: str | None = "input"  # null, or absent from a record: no input
-    output: str = "output"
+    output: str = "output"  # the response
 
 
 @dataclass
@@ -77,13 +77,14 @@ class DataConfig:
     # alpaca_joined: no newline before the response, tokenised as one text (the measured 70B run); needs loss_on=all
     template: Template = Template.alpaca
     system_prompt: str | None = None  # chat templates only
-    loss_on: LossOn = LossOn.response
+    loss_on: LossOn = LossOn.response  # tokens that are targets; all: the prompt's too
+    # a record a row | rows cut from one stream of records | records side by side in a row, none sees another
     batching: Batching = Batching.padded
     max_seq_length: int = 512  # tokens
     too_long: TooLong = TooLong.truncate  # of the response; a record without any target left is dropped and counted
     pad_to_multiple_of: int = 8  # tokens
     pad_to_max_length: bool = False  # every batch max_seq_length long: one shape, one graph
-    padding_side: Side = Side.right
+    padding_side: Side = Side.right  # in training and evaluation
     max_train_samples: int | None = None  # records
     max_eval_samples: int | None = None  # records
     cache_dir: str | None = None  # tokenised data; null: ~/.cache/llama-lora-gaudi/data
@@ -94,16 +95,17 @@ class DataConfig:
 class AdapterConfig:
     kind: AdapterKind = AdapterKind.lora
     path: str | None = None  # a finished adapter to evaluate or to train on
-    r: int = 8
-    lora_alpha: float = 16.0
-    lora_dropout: float = 0.0
+    r: int = 8  # rank
+    lora_alpha: float = 16.0  # the update is scaled by lora_alpha / r
+    lora_dropout: float = 0.0  # share of the adapter's input, in training
+    # names; all-linear: every one but the head
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
-    modules_to_save: list[str] = field(default_factory=list)
-    rank_pattern: dict[str, int] = field(default_factory=dict)
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
-    bias: Bias = Bias.none
-    use_rslora: bool = False
-    use_dora: bool = False
+    modules_to_save: list[str] = field(default_factory=list)  # trained and saved whole, beside the adapter
+    rank_pattern: dict[str, int] = field(default_factory=dict)  # module -> a rank of its own
+    alpha_pattern: dict[str, float] = field(default_factory=dict)  # module -> a lora_alpha of its own
+    bias: Bias = Bias.none  # biases that are trained
+    use_rslora: bool = False  # rank-stabilised: scaled by lora_alpha / sqrt(r)
+    use_dora: bool = False  # magnitude and direction of a weight apart
     dtype: Dtype | None = None  # of the adapter while training and in the file; null: float32, as PEFT does
 
 
@@ -138,39 +140,39 @@ class RuntimeConfig:
 class TrainConfig:
     """Names are those of transformers.TrainingArguments."""
 
-    do_train: bool = True
-    do_eval: bool = True
+    do_train: bool = True  # false: evaluate only
+    do_eval: bool = True  # at the end
     eval_on_start: bool = True  # eval_loss_before
     max_steps: int = -1  # optimizer steps; -1: num_train_epochs decides
     num_train_epochs: float = 1.0
     per_device_train_batch_size: int = 8  # rows
     per_device_eval_batch_size: int = 8  # rows
-    gradient_accumulation_steps: int = 1
-    learning_rate: float = 1e-4
-    lr_scheduler_type: Scheduler = Scheduler.cosine
+    gradient_accumulation_steps: int = 1  # micro-batches of an optimizer step
+    learning_rate: float = 1e-4  # at its highest
+    lr_scheduler_type: Scheduler = Scheduler.cosine  # after warm-up
     warmup_ratio: float = 0.03  # of the optimizer steps
     warmup_steps: int = 0  # above 0: overrides warmup_ratio
-    weight_decay: float = 0.0
+    weight_decay: float = 0.0  # AdamW's
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_epsilon: float = 1e-8
-    max_grad_norm: float = 1.0
+    max_grad_norm: float = 1.0  # norm of all gradients together; 0: not clipped
     logging_steps: int = 1  # optimizer steps
-    eval_strategy: Strategy = Strategy.no
-    eval_steps: int | None = None  # with eval_strategy=steps
+    eval_strategy: Strategy = Strategy.no  # evaluations during training
+    eval_steps: int | None = None  # optimizer steps, with eval_strategy=steps
     eval_delay: float = 0  # steps or epochs before the first evaluation
     save_strategy: Strategy = Strategy.no  # the adapter is always saved at the end
-    save_steps: int = 500
-    save_total_limit: int | None = None
-    load_best_model_at_end: bool = False
+    save_steps: int = 500  # optimizer steps, with save_strategy=steps
+    save_total_limit: int | None = None  # newest checkpoints that are kept; null: all
+    load_best_model_at_end: bool = False  # the checkpoint of the lowest eval loss
     resume_from_checkpoint: str | None = None  # folder checkpoint-N, or `last`
-    gradient_checkpointing: bool = False
-    gradient_checkpointing_use_reentrant: bool = False
+    gradient_checkpointing: bool = False  # activations are computed again in backward: less memory, more time
+    gradient_checkpointing_use_reentrant: bool = False  # torch's older kind
     group_by_length: bool = True  # padded batches of like lengths
-    dataloader_num_workers: int = 0
-    dataloader_drop_last: bool = False
+    dataloader_num_workers: int = 0  # processes a rank
+    dataloader_drop_last: bool = False  # leave the last, smaller batch out
     throughput_warmup_steps: int = 0  # optimizer steps left out of samples/s and tokens/s
-    tensorboard: bool = True
+    tensorboard: bool = True  # event files in the run folder
 
 
 @dataclass
@@ -184,10 +186,10 @@ class GenerateConfig:
     template: bool = True  # a text is an instruction in data.template; false: text or record is continued as it stands
     max_prompts: int | None = None  # the first so many
     max_prompt_tokens: int | None = None  # null: what the model's positions leave beside max_new_tokens
-    # A longer prompt: refuse, skip (an empty line with finish_reason=too_long), or truncate: the record's longer field is
+    # of a prompt; refuse, skip (an empty line with finish_reason=too_long), or truncate: the record's longer field is
     # shortened from its end, never the template around it; a text loses its beginning
     too_long: TooLongPrompt = TooLongPrompt.refuse
-    max_new_tokens: int = 128
+    max_new_tokens: int = 128  # tokens a completion has at most
     temperature: float = 0.0  # 0: greedy, the most likely token
     top_k: int = 0  # most likely tokens to draw from; 0: all
     top_p: float = 1.0  # smallest set of tokens with this share of the probability
@@ -231,7 +233,7 @@ class LoraRecipe:
     deepspeed: dict[str, Any] = field(default_factory=dict)  # DeepSpeed's own keys; empty: no DeepSpeed
     baseline: BaselineConfig = field(default_factory=BaselineConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
-    seed: int = 42
+    seed: int = 42  # of adapter, order of records, dropout and drawing
     dry_run: bool = False  # resolve, check, print the run plan, stop
     debug: bool = False  # tracebacks, and each rank's messages
     samples: int = 0  # held-out prompts that base and adapter answer at the end, into samples.md
