@@ -1,4 +1,4 @@
-"""The README's commands work, and what it names exists."""
+"""The commands of the README and of --help work, and what the README names exists."""
 
 import re
 import shlex
@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 
 from recipes.pipeline.compose import compose_here
+from recipes.pipeline.options import USAGE
 from scripts import arms, parity, results
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 BLOCKS = [line for block in re.findall(r"```bash\n(.*?)```", README, flags=re.S) for line in block.splitlines() if line]
-COMMANDS = sorted({*BLOCKS, *re.findall(r"`(python [^`]+)`", README)})
+TAUGHT = [line for text in USAGE.values() for line in re.findall(r"^  (python .+?)(?:  .*)?$", text, re.MULTILINE)]
+COMMANDS = sorted({*BLOCKS, *re.findall(r"`(python [^`]+)`", README), *TAUGHT})
 
 
 def run(words, cwd):

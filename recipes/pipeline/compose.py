@@ -105,8 +105,8 @@ def _run(name: str, function: Callable[[Any], None]) -> None:
             function(resolve(cfg, SCHEMAS[name]))
         except InputError as error:  # kept from Hydra, which would print lines of its own around it
             refused.append(error)
-        except BrokenPipeError:  # the reader of our output has left
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        except BrokenPipeError:
+            _reader_left()
         except OSError as error:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         finally:
@@ -117,14 +117,19 @@ def _run(name: str, function: Callable[[Any], None]) -> None:
         hydra.main(version_base="1.3", config_path=str(REPOSITORY / "conf"), config_name=name)(task)()
     except HydraException:
         raise
-    except BrokenPipeError:  # `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # while Hydra printed the help
+        _reader_left()
     except OSError as error:  # the task's own are wrapped above: this one is Hydra's, making the run folder
         raise InputError(
             f"hydra.run.dir: cannot make {error.filename}: {error.strerror}; choose another folder"
         ) from error
     if refused:
         raise refused[0]
+
+
+def _reader_left() -> None:
+    """Nobody reads our output any more (`| head`): what is still to be written goes nowhere, and that is no error."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _register(name: str) -> None:
@@ -138,7 +143,7 @@ def _register(name: str) -> None:
 def _help(name: str, *, _root_: DictConfig) -> str:
     from recipes.pipeline.options import option_help
 
-    return option_help(name, _root_).replace("$", "$$")  # Hydra fills its own words in
+    return option_help(name, SCHEMAS[name], _root_).replace("$", "$$")  # Hydra fills its own words in
 
 
 def resolve(cfg: DictConfig, schema: type) -> Any:

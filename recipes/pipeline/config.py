@@ -178,6 +178,7 @@ class TrainConfig:
 @dataclass
 class GenerateConfig:
     # Prompts: one of these three
+
     prompt: list[str] = field(default_factory=list)  # texts: "generate.prompt=['Name three colors.']"
     file: str | None = (
         None  # .txt (a prompt a line), .json, .jsonl: texts, {"prompt": ...}, or records as data.columns says
@@ -200,7 +201,9 @@ class GenerateConfig:
     output: str | None = None  # JSONL, a line a prompt in input order, resumed if half-written; null: in the run folder
     stream: bool | None = None  # the text of a single prompt on the terminal as it comes; null: where there is one
     tensor_parallel: int = 1  # ranks that share one model; rows are dealt over the groups
+
     # How it is executed
+
     length_bucket: int | None = (
         None  # prompts are padded to a multiple of this; null: 128 where graphs are kept, 1 in eager
     )

@@ -35,7 +35,7 @@ python recipes/lora.py +experiment=NAME [KEY=VALUE ...]
 python recipes/generate.py [+experiment=NAME] [KEY=VALUE ...]
 
   python recipes/generate.py "generate.prompt=['Name three colors.']"                one prompt, streamed
-  python recipes/generate.py generate.file=prompts.jsonl generate.batch_size=auto    a file; the text goes to the run folder
+  python recipes/generate.py generate.file=prompts.jsonl generate.batch_size=auto    a file of prompts, answers in the run folder
   python recipes/generate.py +experiment=smoke generate.held_out=true adapter.path=outputs/mine/adapter
   python recipes/generate.py +experiment=70b_generate dry_run=true                   the plan of a run: cards, memory""",
 }
@@ -44,10 +44,9 @@ NOT_FOR = {"lora": (), "generate": ("train", "baseline")}  # what a recipe reads
 COLUMN = 44  # where the words on an option begin
 
 
-def option_help(name: str, composed: DictConfig) -> str:
+def option_help(name: str, schema: type, composed: DictConfig) -> str:
     """Text of `recipes/<name>.py --help` for a composed configuration, which need be neither complete nor possible."""
     width = max(80, min(130, shutil.get_terminal_size((120, 24)).columns))
-    schema = {"lora": config.LoraRecipe, "generate": config.GenerateRecipe}[name]
     lines = [USAGE[name], "", "Experiments (+experiment=NAME; conf/experiment):"]
     for path in sorted((REPOSITORY / "conf" / "experiment").glob("*.yaml")):
         lines += _entry(f"  {path.stem}", _first_sentence(path), width, 26)
@@ -108,11 +107,11 @@ def _join(choices: str, words: str) -> str:
 
 
 def _words(schema: type) -> dict[str, str]:
-    """Field -> the comment above or behind it in config.py, of the class and of those it inherits from."""
+    """Field -> the comment above or behind it in config.py, its own or inherited; a blank line parts what heads several."""
     found: dict[str, str] = {}
     source = Path(config.__file__).read_text(encoding="utf-8")
     comments = {
-        token.start[0]: (token.start[1], token.string.lstrip("# ").strip())
+        token.start[0]: token.string.lstrip("# ").strip()
         for token in tokenize.generate_tokens(io.StringIO(source).readline)
         if token.type == tokenize.COMMENT
     }
@@ -123,16 +122,11 @@ def _words(schema: type) -> dict[str, str]:
             if not isinstance(node, ast.AnnAssign):
                 continue
             above = node.lineno - 1
-            while lines[above - 1].lstrip().startswith("#") and not _title(lines[above - 1]):
+            while lines[above - 1].lstrip().startswith("#"):
                 above -= 1
             at = [*range(above + 1, node.lineno), *range(node.lineno, node.end_lineno + 1)]
-            found[node.target.id] = " ".join(comments[line][1] for line in at if line in comments)
+            found[node.target.id] = " ".join(comments[line] for line in at if line in comments)
     return found
-
-
-def _title(line: str) -> bool:
-    """Whether a comment line heads several options."""
-    return line.strip() in ("# Prompts: one of these three", "# How it is executed")
 
 
 def _first_sentence(path: Path) -> str:
